@@ -1,0 +1,188 @@
+/* CacheStore: the C interface. Start here.
+ *
+ * A store keeps fixed-size blocks, each named by a 16-byte block id, on behalf
+ * of one identity (everything that changes the bytes of a page). A block has
+ * one or more shards; a shard is a fixed list of tensors, each one contiguous
+ * range of the caller's memory.
+ *
+ * Rules
+ *  1. Handles. cs_store is opaque, made by cs_open and ended by cs_close,
+ *     exactly once. No call may be running on it or start on it once cs_close
+ *     was entered, except cs_wait for a task already accepted: cs_close makes
+ *     it return. A cs_task is a number, made by cs_load or cs_dump and ended by
+ *     the one cs_wait on it; 0 is never a task.
+ *  2. Memory. Every array passed in is read before the call returns and never
+ *     kept, save the tensor addresses of cs_load and cs_dump: the memory behind
+ *     them is lent to the store until cs_wait returns for that task (or
+ *     cs_close does). After that it is neither read nor written, also when the
+ *     task failed, timed out or was cancelled.
+ *  3. Threads. Every call but cs_open and cs_close may be made from any number
+ *     of threads at once. The store creates its own threads; it installs no
+ *     signal handler, and its threads block all signals.
+ *  4. Errors. Every call that can fail returns a cs_code, 0 being success; no
+ *     exception passes this interface. cs_last_error gives the text of the
+ *     calling thread's latest failure. Shards fail one by one: a task's result
+ *     is one cs_code a shard, in the order they were given.
+ *  5. All or nothing. cs_load and cs_dump accept a whole request or none of it.
+ *     A refused one (CS_REFUSED: no room) had no effect and did no I/O.
+ *  6. Bounded. Every accepted task ends: cs_wait ends it at its time limit at
+ *     the latest, but for a transfer that is running on the caller's memory on
+ *     a filesystem whose I/O is sure to end, which is waited for.
+ *  7. Nulls. A null pointer where an array of n > 0 elements is due gives
+ *     CS_INVALID. n == 0 is allowed everywhere and succeeds at once.
+ *  8. Versions. cs_config.struct_size must be sizeof(cs_config) as the caller
+ *     compiled it; any other gives CS_INVALID. Zero in a numeric field does not
+ *     mean a default: Python fills in every field.
+ */
+#ifndef CACHESTORE_C_API_H_
+#define CACHESTORE_C_API_H_
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* The declarations between the two marks are those of
+ * cachestore_connector/_ffi.cdef.h, token by token; a test compares them. */
+/* cdef: begin */
+
+typedef enum {
+  CS_OK = 0,
+  CS_NOT_FOUND = 1, /* the block isn't stored */
+  CS_INVALID = 2,   /* an argument is wrong; the error text names it */
+  CS_CORRUPT = 3,   /* stored, but not what was written; set aside */
+  CS_IO = 4,        /* the operating system refused; the text has its reason */
+  CS_NO_SPACE = 5,  /* disk or quota full */
+  CS_TIMEOUT = 6,   /* not done by its time limit */
+  CS_REFUSED = 7,   /* no room in the queue for the whole request */
+  CS_CLOSED = 8,    /* the store is closing */
+  CS_NO_MEMORY = 9,
+  CS_INTERNAL = 10 /* a bug in the store */
+} cs_code;
+
+typedef enum {
+  CS_ZERO_COPY_AUTO = 0,   /* by filesystem type */
+  CS_ZERO_COPY_ALWAYS = 1, /* I/O on the caller's memory everywhere */
+  CS_ZERO_COPY_NEVER = 2   /* always through a buffer of the store's */
+} cs_zero_copy;
+
+typedef enum {
+  CS_EVENT_INFO = 0,
+  CS_EVENT_WARNING = 1,
+  CS_EVENT_ERROR = 2
+} cs_event_level;
+
+typedef struct cs_store cs_store;
+typedef uint64_t cs_task;
+
+typedef struct {
+  size_t struct_size;
+  const char* pipeline;                /* "Posix" */
+  const char* const* storage_backends; /* absolute directories, UTF-8 */
+  size_t storage_backend_count;        /* >= 1 */
+  const char* identity_name;           /* directory name of this identity */
+  const char* identity_manifest;       /* human-readable text kept beside it */
+  uint8_t identity_fingerprint[32];    /* in every block; a mismatch is a miss */
+  const uint64_t* tensor_sizes;        /* bytes of each tensor of a shard */
+  size_t tensor_count;                 /* 1 .. 320 over all shards of a block */
+  uint64_t shard_size;                 /* >= the sum of tensor_sizes */
+  uint64_t block_size;                 /* a multiple of shard_size */
+  uint32_t posix_load_worker_number;
+  uint32_t posix_dump_worker_number;
+  uint32_t posix_queue_depth; /* shards queued + running, per direction */
+  uint32_t io_direct;         /* 0 or 1: O_DIRECT where the filesystem can */
+  uint32_t posix_zero_copy;   /* a cs_zero_copy */
+  uint32_t timeout_ms;        /* bound of the calls that do I/O themselves */
+} cs_config;
+
+/* n shards of blocks. Shard i is shard shard_indices[i] of block
+ * block_ids + 16 * i; its tensors are m ranges at addresses[i * m ...] of
+ * sizes[i * m ...] bytes, and must match the store's tensor_sizes. */
+typedef struct {
+  size_t n;
+  const uint8_t* block_ids;
+  const uint32_t* shard_indices; /* null: all 0 */
+  size_t m;
+  const uint64_t* addresses;
+  const uint64_t* sizes;
+} cs_batch;
+
+/* Counters since cs_open; shards unless said otherwise. */
+typedef struct {
+  uint64_t lookup_blocks;
+  uint64_t lookup_hits;
+  uint64_t load_requested;
+  uint64_t load_ok;
+  uint64_t load_absent;
+  uint64_t load_corrupt; /* present, but damaged or of another identity */
+  uint64_t load_failed;  /* I/O errors */
+  uint64_t load_timeout;
+  uint64_t load_refused;
+  uint64_t load_bytes;
+  uint64_t dump_requested;
+  uint64_t dump_ok;       /* written and published */
+  uint64_t dump_existing; /* already stored: nothing written */
+  uint64_t dump_failed;
+  uint64_t dump_no_space;
+  uint64_t dump_timeout;
+  uint64_t dump_refused;
+  uint64_t dump_bytes;
+  uint64_t load_outstanding; /* now: queued + running */
+  uint64_t dump_outstanding;
+  uint64_t stuck_workers;  /* now: in I/O that outlived its request */
+  uint64_t dropped_events; /* the event ring was full */
+} cs_stats;
+
+/* Opens a store. On failure *out is null. Creates the directories it needs. */
+int cs_open(const cs_config* config, cs_store** out);
+
+/* present[i] = 1 if block i is stored, else 0. A block that can't be looked up
+ * within timeout_ms of the config counts as not stored. */
+int cs_lookup(cs_store* store, size_t n, const uint8_t* block_ids, uint8_t* present);
+
+/* *length = how many of the first blocks are stored without a gap. */
+int cs_lookup_prefix(cs_store* store, size_t n, const uint8_t* block_ids, size_t* length);
+
+/* Starts reading shards into the caller's memory. */
+int cs_load(cs_store* store, const cs_batch* batch, cs_task* task);
+
+/* Starts storing shards. A request has all shards of each of its blocks. A
+ * block becomes visible only when all its shards are written. */
+int cs_dump(cs_store* store, const cs_batch* batch, cs_task* task);
+
+/* Waits for a task up to timeout_ms from now, then ends it: what is not done
+ * by then is CS_TIMEOUT. results: one cs_code a shard, n as in the batch.
+ * Returns CS_OK if the task was known, whatever its shards' results. */
+int cs_wait(cs_store* store, cs_task task, uint32_t timeout_ms, int32_t* results, size_t n);
+
+/* Forgets every block of this store's identity, no other's. Those accepted for
+ * dumping and not yet published may still appear. */
+int cs_clear(cs_store* store);
+
+int cs_get_stats(cs_store* store, cs_stats* out);
+
+/* Takes the oldest background event: copies its text (cut to capacity, always
+ * terminated) and level, and returns 1; 0 when there is none. */
+int cs_next_event(cs_store* store, char* text, size_t capacity, int32_t* level);
+
+/* The calling thread's latest error text; "" if none. Valid until this
+ * thread's next failing call. */
+const char* cs_last_error(void);
+
+/* The checksum of the block format (CRC-32C), for tools and tests. */
+uint32_t cs_crc32c(uint32_t seed, const void* data, size_t length);
+
+/* Stops accepting, completes what is running, fails what is queued, makes
+ * every cs_wait return, joins the threads (one stuck in a hung filesystem is
+ * left behind, on memory of the store's own) and frees the handle. */
+void cs_close(cs_store* store);
+
+/* cdef: end */
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* CACHESTORE_C_API_H_ */

@@ -1,0 +1,229 @@
+#include "base/env.h"
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <sys/random.h>
+#include <sys/stat.h>
+#include <sys/vfs.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <chrono>
+#include <climits>
+#include <cstdio>
+#include <cstring>
+#include <memory>
+
+namespace cachestore {
+namespace {
+
+template <typename Call>
+auto RetryEintr(Call call) {
+  decltype(call()) result;
+  do {
+    result = call();
+  } while (result < 0 && errno == EINTR);
+  return result;
+}
+
+// Drops the first `bytes` of `parts`; returns what is left of them.
+std::span<iovec> Advance(std::span<iovec> parts, uint64_t bytes) {
+  while (!parts.empty() && bytes >= parts.front().iov_len) {
+    bytes -= parts.front().iov_len;
+    parts = parts.subspan(1);
+  }
+  if (bytes > 0) {
+    parts.front().iov_base = static_cast<char*>(parts.front().iov_base) + bytes;
+    parts.front().iov_len -= bytes;
+  }
+  return parts;
+}
+
+int VectorLength(std::span<iovec> parts) {
+  return static_cast<int>(std::min<size_t>(parts.size(), IOV_MAX));
+}
+
+std::string FdName(Fd fd) { return "descriptor " + std::to_string(fd); }
+
+class RealEnv final : public Env {
+ public:
+  Result<Fd> OpenRead(const std::string& path, bool direct) override {
+    return Open(path, O_RDONLY | (direct ? O_DIRECT : 0), "open");
+  }
+
+  Result<Fd> OpenWrite(const std::string& path, bool direct) override {
+    return Open(path, O_WRONLY | O_CREAT | (direct ? O_DIRECT : 0), "create");
+  }
+
+  Result<Fd> OpenLocked(const std::string& path, bool create) override {
+    Result<Fd> opened = Open(path, O_RDWR | (create ? O_CREAT : 0), "open");
+    if (!opened.ok()) return opened;
+    struct flock whole = {};
+    whole.l_type = F_WRLCK;
+    whole.l_whence = SEEK_SET;
+    const Fd fd = opened.value();
+    if (RetryEintr([&] { return fcntl(fd, F_OFD_SETLK, &whole); }) == 0) return fd;
+    const int error = errno;
+    close(fd);
+    if (error == EAGAIN || error == EACCES) return Status(CS_REFUSED, "locked: " + path);
+    return Status::FromErrno(error, "lock", path);
+  }
+
+  // Linux releases the descriptor also when close() says EINTR: no retry.
+  Status Close(Fd fd) override {
+    if (close(fd) == 0 || errno == EINTR) return Status::Ok();
+    return Status::FromErrno(errno, "close", FdName(fd));
+  }
+
+  Result<uint64_t> ReadFull(Fd fd, std::span<iovec> parts, uint64_t offset) override {
+    uint64_t done = 0;
+    while (!(parts = Advance(parts, 0)).empty()) {
+      const ssize_t n = RetryEintr([&] {
+        return preadv(fd, parts.data(), VectorLength(parts), static_cast<off_t>(offset + done));
+      });
+      if (n < 0) return Status::FromErrno(errno, "read", FdName(fd));
+      if (n == 0) break;
+      done += static_cast<uint64_t>(n);
+      parts = Advance(parts, static_cast<uint64_t>(n));
+    }
+    return done;
+  }
+
+  Status WriteFull(Fd fd, std::span<iovec> parts, uint64_t offset) override {
+    while (!(parts = Advance(parts, 0)).empty()) {
+      const ssize_t n = RetryEintr([&] {
+        return pwritev(fd, parts.data(), VectorLength(parts), static_cast<off_t>(offset));
+      });
+      if (n < 0) return Status::FromErrno(errno, "write", FdName(fd));
+      // A write that takes nothing and gives no reason would go on for ever.
+      if (n == 0) return Status::FromErrno(ENOSPC, "write", FdName(fd));
+      offset += static_cast<uint64_t>(n);
+      parts = Advance(parts, static_cast<uint64_t>(n));
+    }
+    return Status::Ok();
+  }
+
+  Result<FileInfo> StatFd(Fd fd) override {
+    struct stat st;
+    if (fstat(fd, &st) != 0) return Status::FromErrno(errno, "stat", FdName(fd));
+    return Info(st);
+  }
+
+  Result<FileInfo> Stat(const std::string& path) override {
+    struct stat st;
+    if (stat(path.c_str(), &st) != 0) return Status::FromErrno(errno, "stat", path);
+    return Info(st);
+  }
+
+  Status Rename(const std::string& from, const std::string& to) override {
+    if (rename(from.c_str(), to.c_str()) == 0) return Status::Ok();
+    return Status::FromErrno(errno, "rename to", to);
+  }
+
+  Status Unlink(const std::string& path) override {
+    if (unlink(path.c_str()) == 0) return Status::Ok();
+    return Status::FromErrno(errno, "remove", path);
+  }
+
+  Status MakeDirectory(const std::string& path) override {
+    if (mkdir(path.c_str(), 0700) == 0) return Status::Ok();
+    if (errno == EEXIST) {
+      const Result<FileInfo> info = Stat(path);
+      if (info.ok() && info.value().is_directory) return Status::Ok();
+      errno = ENOTDIR;
+    }
+    return Status::FromErrno(errno, "make directory", path);
+  }
+
+  Status RemoveDirectory(const std::string& path) override {
+    if (rmdir(path.c_str()) == 0) return Status::Ok();
+    return Status::FromErrno(errno, "remove directory", path);
+  }
+
+  Result<std::vector<std::string>> List(const std::string& path) override {
+    const std::unique_ptr<DIR, int (*)(DIR*)> directory(opendir(path.c_str()), &closedir);
+    if (directory == nullptr) return Status::FromErrno(errno, "list", path);
+    std::vector<std::string> names;
+    for (;;) {
+      errno = 0;
+      const dirent* entry = readdir(directory.get());
+      if (entry == nullptr) break;
+      const std::string name = entry->d_name;
+      if (name != "." && name != "..") names.push_back(name);
+    }
+    if (errno != 0) return Status::FromErrno(errno, "list", path);
+    return names;
+  }
+
+  Result<uint64_t> FilesystemType(const std::string& path) override {
+    struct statfs st;
+    if (RetryEintr([&] { return statfs(path.c_str(), &st); }) != 0) {
+      return Status::FromErrno(errno, "statfs", path);
+    }
+    // Some architectures sign-extend the 32-bit magic numbers.
+    return static_cast<uint64_t>(st.f_type) & 0xffffffffu;
+  }
+
+  std::string UniqueName() override {
+    uint64_t number = 0;
+    if (getrandom(&number, sizeof number, 0) != static_cast<ssize_t>(sizeof number)) {
+      // Only before the kernel's generator is seeded: time, pid and a counter.
+      static std::atomic<uint64_t> calls{0};
+      const auto now = std::chrono::steady_clock::now().time_since_epoch().count();
+      number = (static_cast<uint64_t>(now) << 20) ^
+               (static_cast<uint64_t>(getpid()) << 44) ^ calls.fetch_add(1);
+    }
+    char text[17];
+    std::snprintf(text, sizeof text, "%016llx", static_cast<unsigned long long>(number));
+    return text;
+  }
+
+ private:
+  static Result<Fd> Open(const std::string& path, int flags, const char* what) {
+    const Fd fd = RetryEintr([&] { return open(path.c_str(), flags | O_CLOEXEC, 0600); });
+    if (fd < 0) return Status::FromErrno(errno, what, path);
+    return fd;
+  }
+
+  static FileInfo Info(const struct stat& st) {
+    return {static_cast<uint64_t>(st.st_size), static_cast<uint64_t>(st.st_dev),
+            static_cast<uint64_t>(st.st_ino), S_ISDIR(st.st_mode)};
+  }
+};
+
+}  // namespace
+
+Env& Env::Real() {
+  static RealEnv* const env = new RealEnv;  // never destroyed: see the header
+  return *env;
+}
+
+Status Env::MakeDirectories(const std::string& path) {
+  Status made = MakeDirectory(path);
+  if (made.code() != CS_NOT_FOUND) return made;
+  const size_t slash = path.find_last_of('/');
+  if (slash == std::string::npos || slash == 0) return made;
+  if (Status parent = MakeDirectories(path.substr(0, slash)); !parent.ok()) return parent;
+  return MakeDirectory(path);
+}
+
+Status Env::RemoveTree(const std::string& path, const std::function<bool()>& stop) {
+  Result<std::vector<std::string>> names = List(path);
+  if (!names.ok()) {
+    return names.status().code() == CS_NOT_FOUND ? Status::Ok() : names.status();
+  }
+  for (const std::string& name : names.value()) {
+    if (stop()) return {CS_CLOSED, "stopped while removing " + path};
+    const std::string child = path + "/" + name;
+    // Unlink first: it never follows a symbolic link out of the tree.
+    const Status removed = Unlink(child);
+    if (removed.ok() || removed.code() == CS_NOT_FOUND) continue;
+    if (Status below = RemoveTree(child, stop); !below.ok()) return below;
+  }
+  const Status removed = RemoveDirectory(path);
+  return removed.code() == CS_NOT_FOUND ? Status::Ok() : removed;
+}
+
+}  // namespace cachestore

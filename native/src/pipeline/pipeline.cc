@@ -1,0 +1,124 @@
+#include "pipeline/pipeline.h"
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+#include <utility>
+
+#include "base/aligned_buffer.h"
+#include "posix/posix_tier.h"
+
+namespace cachestore {
+namespace {
+
+constexpr uint64_t kMaxBlockSize = uint64_t{1} << 40;
+
+Status Invalid(const char* field, const std::string& value, const char* allowed) {
+  return {CS_INVALID, std::string(field) + " is " + value + "; allowed: " + allowed};
+}
+
+Status CheckRange(const char* field, uint64_t value, uint64_t low, uint64_t high) {
+  if (low <= value && value <= high) return Status::Ok();
+  return {CS_INVALID, std::string(field) + " is " + std::to_string(value) + "; allowed: " +
+                          std::to_string(low) + " to " + std::to_string(high)};
+}
+
+// A path component that can't leave its directory.
+bool IsPlainName(const char* name) {
+  return name != nullptr && *name != '\0' && std::strchr(name, '/') == nullptr &&
+         std::strcmp(name, ".") != 0 && std::strcmp(name, "..") != 0;
+}
+
+Status CheckPosix(const cs_config& config) {
+  if (config.storage_backends == nullptr || config.storage_backend_count == 0) {
+    return Invalid("storage_backends", "empty", "one or more directories");
+  }
+  for (size_t i = 0; i < config.storage_backend_count; ++i) {
+    const char* path = config.storage_backends[i];
+    if (path == nullptr || *path != '/') {
+      return Invalid("storage_backends", path == nullptr ? "null" : path, "absolute paths");
+    }
+  }
+  if (!IsPlainName(config.identity_name)) {
+    return Invalid("identity_name", config.identity_name == nullptr ? "null" : config.identity_name,
+                   "a directory name without '/'");
+  }
+  if (config.identity_manifest == nullptr) {
+    return Invalid("identity_manifest", "null", "a text");
+  }
+  for (const Status& status : {
+           CheckRange("posix_load_worker_number", config.posix_load_worker_number, 1, 1024),
+           CheckRange("posix_dump_worker_number", config.posix_dump_worker_number, 1, 1024),
+           CheckRange("posix_queue_depth", config.posix_queue_depth, 1, uint64_t{1} << 30),
+           CheckRange("io_direct", config.io_direct, 0, 1),
+           CheckRange("posix_zero_copy", config.posix_zero_copy, 0, 2),
+           CheckRange("timeout_ms", config.timeout_ms, 1, uint64_t{1} << 31),
+       }) {
+    if (!status.ok()) return status;
+  }
+  return Status::Ok();
+}
+
+Result<std::unique_ptr<Tier>> OpenPosix(const cs_config& config, Env& env,
+                                        std::shared_ptr<EventRing> events, Geometry geometry) {
+  if (Status checked = CheckPosix(config); !checked.ok()) return checked;
+  PosixOptions options;
+  options.roots.assign(config.storage_backends,
+                       config.storage_backends + config.storage_backend_count);
+  options.identity_name = config.identity_name;
+  options.manifest = config.identity_manifest;
+  std::copy(std::begin(config.identity_fingerprint), std::end(config.identity_fingerprint),
+            options.fingerprint.begin());
+  options.geometry = std::move(geometry);
+  options.load_workers = config.posix_load_worker_number;
+  options.dump_workers = config.posix_dump_worker_number;
+  options.queue_depth = config.posix_queue_depth;
+  options.direct = config.io_direct != 0;
+  options.zero_copy = static_cast<cs_zero_copy>(config.posix_zero_copy);
+  options.timeout = std::chrono::milliseconds(config.timeout_ms);
+  return PosixTier::Open(env, std::move(events), std::move(options));
+}
+
+}  // namespace
+
+Result<Geometry> GeometryOf(const cs_config& config) {
+  if (config.tensor_sizes == nullptr || config.tensor_count == 0) {
+    return Invalid("tensor_sizes", "empty", "one size or more");
+  }
+  Geometry geometry;
+  geometry.tensor_sizes.assign(config.tensor_sizes, config.tensor_sizes + config.tensor_count);
+  geometry.shard_size = config.shard_size;
+  geometry.block_size = config.block_size;
+  for (const uint64_t size : geometry.tensor_sizes) {
+    if (Status checked = CheckRange("tensor_sizes", size, 1, kMaxBlockSize); !checked.ok()) {
+      return checked;
+    }
+  }
+  if (Status checked = CheckRange("block_size", config.block_size, 1, kMaxBlockSize);
+      !checked.ok()) {
+    return checked;
+  }
+  // Padding is there to align a shard, no more.
+  const uint64_t payload = geometry.payload();
+  if (Status checked = CheckRange("shard_size", config.shard_size, payload, AlignUp(payload));
+      !checked.ok()) {
+    return checked;
+  }
+  if (config.block_size % config.shard_size != 0) {
+    return Invalid("block_size", std::to_string(config.block_size), "a multiple of shard_size");
+  }
+  return geometry;
+}
+
+Result<std::unique_ptr<Tier>> OpenPipeline(const cs_config& config, Env& env,
+                                           std::shared_ptr<EventRing> events) {
+  Result<Geometry> geometry = GeometryOf(config);
+  if (!geometry.ok()) return geometry.status();
+  const std::string spec = config.pipeline == nullptr ? "null" : config.pipeline;
+  if (spec == "Posix") {
+    return OpenPosix(config, env, std::move(events), std::move(geometry.value()));
+  }
+  return Invalid("pipeline", spec, "Posix");
+}
+
+}  // namespace cachestore

@@ -1,0 +1,190 @@
+#include "posix/directory.h"
+
+#include <cstring>
+#include <utility>
+
+namespace cachestore {
+namespace {
+
+std::string Hex(const BlockId& block) {
+  static constexpr char kDigits[] = "0123456789abcdef";
+  std::string text;
+  text.reserve(2 * block.size());
+  for (const uint8_t byte : block) {
+    text += kDigits[byte >> 4];
+    text += kDigits[byte & 15];
+  }
+  return text;
+}
+
+// Bijective and well mixed (the finaliser of splitmix64).
+uint64_t Mix(uint64_t x) {
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+  return x ^ (x >> 31);
+}
+
+// FNV-1a.
+uint64_t Hash(const std::string& text) {
+  uint64_t hash = 0xcbf29ce484222325u;
+  for (const char c : text) hash = (hash ^ static_cast<uint8_t>(c)) * 0x100000001b3u;
+  return hash;
+}
+
+}  // namespace
+
+bool IsSureToEnd(uint64_t filesystem_type) {
+  switch (filesystem_type) {
+    case 0xef53:      // ext2, ext3, ext4
+    case 0x58465342:  // xfs
+    case 0x9123683e:  // btrfs
+    case 0xf2f52010:  // f2fs
+    case 0x2fc12fc1:  // zfs
+    case 0xca451a4e:  // bcachefs
+    case 0x3153464a:  // jfs
+    case 0x01021994:  // tmpfs
+    case 0x858458f6:  // ramfs
+    case 0x794c7630:  // overlayfs, as in containers
+      return true;
+    default:
+      return false;
+  }
+}
+
+Directory::Directory(Env& env, EventRing& events, DirectoryOptions options)
+    : env_(env),
+      events_(events),
+      options_(std::move(options)),
+      base_(options_.root + "/" + options_.identity_name),
+      instance_(env.UniqueName()),
+      seed_(Hash(options_.root)),
+      direct_(options_.direct) {}
+
+Status Directory::Open() {
+  if (Status made = env_.MakeDirectories(base_ + "/blocks"); !made.ok()) return made;
+  const Result<uint64_t> type = env_.FilesystemType(base_);
+  if (!type.ok()) return type.status();
+  zero_copy_ = options_.zero_copy == CS_ZERO_COPY_ALWAYS ||
+               (options_.zero_copy == CS_ZERO_COPY_AUTO && IsSureToEnd(type.value()));
+  Status written = MakeTemporaryDirectory();
+  if (written.ok()) written = WriteManifest();
+  if (!written.ok()) {
+    // A full or read-only directory still serves what it has.
+    events_.Add(CS_EVENT_WARNING, "nothing can be stored at present: " + written.text());
+  }
+  return Status::Ok();
+}
+
+void Directory::DisableDirect() {
+  if (direct_.exchange(false)) {
+    events_.Add(CS_EVENT_WARNING, "the filesystem of " + options_.root +
+                                      " doesn't support O_DIRECT: io_direct is off for it");
+  }
+}
+
+uint64_t Directory::Score(const BlockId& block) const {
+  uint64_t low;
+  std::memcpy(&low, block.data(), sizeof low);
+  return Mix(seed_ ^ low);
+}
+
+std::string Directory::BlockPath(const BlockId& block) const {
+  const std::string hex = Hex(block);
+  std::string path;
+  path.reserve(base_.size() + 48);
+  path.append(base_).append("/blocks/").append(hex, 0, 3).append("/").append(hex);
+  return path;
+}
+
+std::string Directory::NewTemporaryPath() {
+  return base_ + "/tmp/" + instance_ + "/" + std::to_string(next_temporary_.fetch_add(1));
+}
+
+Status Directory::MakeTemporaryDirectory() {
+  const std::lock_guard lock(mutex_);
+  const std::string path = base_ + "/tmp/" + instance_;
+  // A cleaner of another process may get between our steps and remove the
+  // directory: a few tries are always enough.
+  Status made;
+  for (int tries = 0; tries < 8; ++tries) {
+    made = env_.MakeDirectories(path);
+    if (!made.ok()) continue;
+    if (HoldsLock(path)) return Status::Ok();  // another thread was faster
+    Result<Fd> locked = env_.OpenLocked(path + "/lock", /*create=*/true);
+    if (locked.ok()) {
+      lock_ = FileCloser(env_, locked.value());
+    } else if (locked.status().code() == CS_REFUSED || locked.status().code() == CS_NOT_FOUND) {
+      made = locked.status();
+    } else {
+      // A filesystem without locks: cleaners can't lock either, and leave the
+      // directory alone.
+      return Status::Ok();
+    }
+  }
+  return made;
+}
+
+bool Directory::HoldsLock(const std::string& path) {
+  if (!lock_) return false;
+  const Result<FileInfo> ours = env_.StatFd(lock_.get());
+  const Result<FileInfo> there = env_.Stat(path + "/lock");
+  return ours.ok() && there.ok() && ours.value().device == there.value().device &&
+         ours.value().inode == there.value().inode;
+}
+
+Status Directory::Publish(const std::string& temporary, const BlockId& block) {
+  const std::string path = BlockPath(block);
+  Status moved = env_.Rename(temporary, path);
+  if (moved.code() != CS_NOT_FOUND) return moved;
+  // The fan-out directory isn't there yet, or was deleted.
+  const Status made = env_.MakeDirectories(path.substr(0, path.find_last_of('/')));
+  return made.ok() ? env_.Rename(temporary, path) : made;
+}
+
+Status Directory::WriteManifest() {
+  const std::string temporary = NewTemporaryPath();
+  Result<Fd> opened = env_.OpenWrite(temporary, /*direct=*/false);
+  if (!opened.ok()) return opened.status();
+  FileCloser file(env_, opened.value());
+  std::string text = options_.manifest;
+  iovec part{text.data(), text.size()};
+  Status written = env_.WriteFull(file.get(), {&part, 1}, 0);
+  if (written.ok()) written = file.Close();
+  if (written.ok()) written = env_.Rename(temporary, base_ + "/identity.json");
+  if (!written.ok()) (void)env_.Unlink(temporary);
+  return written;
+}
+
+Status Directory::MoveBlocksToTrash() {
+  if (Status made = env_.MakeDirectories(base_ + "/trash"); !made.ok()) return made;
+  const Status moved = env_.Rename(base_ + "/blocks", base_ + "/trash/" + env_.UniqueName());
+  return moved.code() == CS_NOT_FOUND ? Status::Ok() : moved;
+}
+
+void Directory::RemoveTrash(const std::function<bool()>& stop) {
+  const Status removed = env_.RemoveTree(base_ + "/trash", stop);
+  if (!removed.ok() && removed.code() != CS_CLOSED) {
+    events_.Add(CS_EVENT_WARNING, "removing cleared blocks: " + removed.text());
+  }
+  const Result<std::vector<std::string>> instances = env_.List(base_ + "/tmp");
+  if (!instances.ok()) return;
+  for (const std::string& instance : instances.value()) {
+    if (instance == instance_) continue;
+    const std::string path = base_ + "/tmp/" + instance;
+    // Whoever gets the lock has proof that the writer is gone. A directory
+    // without a lock file may be one just being made: left for the next time.
+    const Result<Fd> locked = env_.OpenLocked(path + "/lock", /*create=*/false);
+    if (!locked.ok()) continue;
+    const FileCloser holder(env_, locked.value());
+    if (!env_.RemoveTree(path, stop).ok()) continue;
+    events_.Add(CS_EVENT_INFO, "removed what a store that is gone was writing: " + path);
+  }
+}
+
+void Directory::Close() {
+  const std::lock_guard lock(mutex_);
+  (void)env_.RemoveTree(base_ + "/tmp/" + instance_, [] { return false; });
+  lock_.Reset();
+}
+
+}  // namespace cachestore

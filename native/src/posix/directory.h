@@ -1,0 +1,93 @@
+// Directory: one storage backend directory as one identity sees it, and where
+// everything lies in it (docs/format.md):
+//
+//   <root>/<identity>/identity.json       what is kept here, for people
+//   <root>/<identity>/blocks/abc/abc...   block files, by the block id's hex
+//   <root>/<identity>/tmp/<instance>/     files being written by one store;
+//                            .../lock     locked for as long as it lives
+//   <root>/<identity>/trash/              cleared blocks, being removed
+//
+// Thread-safe.
+#ifndef CACHESTORE_POSIX_DIRECTORY_H_
+#define CACHESTORE_POSIX_DIRECTORY_H_
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <string>
+
+#include "base/env.h"
+#include "base/event_ring.h"
+#include "tier/geometry.h"
+
+namespace cachestore {
+
+// Whether I/O on a filesystem is sure to end by itself: the local ones, by
+// statfs type. On the others (network, FUSE, unknown) it may hang for ever.
+bool IsSureToEnd(uint64_t filesystem_type);
+
+struct DirectoryOptions {
+  std::string root;  // absolute, no trailing slash
+  std::string identity_name;
+  std::string manifest;
+  bool direct = false;
+  cs_zero_copy zero_copy = CS_ZERO_COPY_AUTO;
+};
+
+class Directory {
+ public:
+  Directory(Env& env, EventRing& events, DirectoryOptions options);
+
+  // Makes what is missing and writes the manifest. A directory that can only
+  // be read is no error.
+  Status Open();
+
+  const std::string& root() const { return options_.root; }
+  // I/O may use the caller's memory and the caller's thread.
+  bool zero_copy() const { return zero_copy_; }
+  // Files are opened with O_DIRECT.
+  bool direct() const { return direct_.load(std::memory_order_relaxed); }
+  // The filesystem doesn't do O_DIRECT: buffered from now on, said once.
+  void DisableDirect();
+  // How much this directory wants a block: the highest wins (rendezvous
+  // hashing), so that adding a directory moves only what it gets.
+  uint64_t Score(const BlockId& block) const;
+
+  std::string BlockPath(const BlockId& block) const;
+  // A path that nobody else writes. Its directory may have been deleted:
+  // after CS_NOT_FOUND, MakeTemporaryDirectory and try again.
+  std::string NewTemporaryPath();
+  Status MakeTemporaryDirectory();
+  // Moves a whole file to its final name, making the fan-out directory.
+  Status Publish(const std::string& temporary, const BlockId& block);
+
+  // Makes all blocks disappear at once; RemoveTrash then frees their space.
+  Status MoveBlocksToTrash();
+  // Removes cleared blocks and the temporary files of stores that are gone
+  // (their lock is free). `stop` is asked between files.
+  void RemoveTrash(const std::function<bool()>& stop);
+  // Removes this store's own temporary directory.
+  void Close();
+
+ private:
+  Status WriteManifest();
+  bool HoldsLock(const std::string& path);  // with mutex_ held
+
+  Env& env_;
+  EventRing& events_;
+  const DirectoryOptions options_;
+  const std::string base_;      // <root>/<identity>
+  const std::string instance_;  // our name in tmp/
+  const uint64_t seed_;
+  bool zero_copy_ = false;  // set by Open
+  std::atomic<bool> direct_;
+  std::atomic<uint64_t> next_temporary_{0};
+
+  std::mutex mutex_;  // guards the lock file; held while tmp/<instance> is made
+  FileCloser lock_;
+};
+
+}  // namespace cachestore
+
+#endif  // CACHESTORE_POSIX_DIRECTORY_H_

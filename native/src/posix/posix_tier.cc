@@ -1,0 +1,321 @@
+#include "posix/posix_tier.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace cachestore {
+namespace {
+
+// Lookups that go to workers go in pieces of this many blocks.
+constexpr size_t kAsidePiece = 128;
+// How long Close waits for workers that should have nothing left to do.
+constexpr std::chrono::milliseconds kJoinPatience{2000};
+
+struct DirectionCounters {
+  std::atomic<uint64_t> requested{0};
+  std::atomic<uint64_t> ok{0};
+  std::atomic<uint64_t> absent{0};
+  std::atomic<uint64_t> corrupt{0};
+  std::atomic<uint64_t> failed{0};
+  std::atomic<uint64_t> no_space{0};
+  std::atomic<uint64_t> timeout{0};
+  std::atomic<uint64_t> refused{0};
+
+  void Count(Code code) {
+    std::atomic<uint64_t>& counter = code == CS_OK          ? ok
+                                     : code == CS_NOT_FOUND ? absent
+                                     : code == CS_CORRUPT   ? corrupt
+                                     : code == CS_NO_SPACE  ? no_space
+                                     : code == CS_TIMEOUT   ? timeout
+                                                            : failed;
+    counter.fetch_add(1, std::memory_order_relaxed);
+  }
+};
+
+uint64_t Value(const std::atomic<uint64_t>& counter) {
+  return counter.load(std::memory_order_relaxed);
+}
+
+}  // namespace
+
+struct PosixTier::Direction {
+  explicit Direction(uint64_t depth) : quota(depth) {}
+  Quota quota;
+  DirectionCounters counters;
+};
+
+struct PosixTier::Core {
+  Core(std::shared_ptr<EventRing> event_ring, uint64_t depth) : events(std::move(event_ring)),
+                                                                load(depth), dump(depth) {}
+
+  const std::shared_ptr<EventRing> events;
+  std::unique_ptr<ShardIo> io;
+  Direction load;
+  Direction dump;
+  std::atomic<uint64_t> lookups{0};
+  std::atomic<uint64_t> lookup_hits{0};
+  std::atomic<bool> stopping{false};
+
+  void RunAside(Request& request, size_t index) {
+    if (!request.Begin(index, /*touches=*/false)) return;
+    Code code = CS_OK;
+    if (request.tier_data() != nullptr) {  // a clear
+      const Status cleared = io->directories()[index]->MoveBlocksToTrash();
+      if (!cleared.ok()) events->Add(CS_EVENT_ERROR, "clear: " + cleared.text());
+      code = cleared.code();
+    } else {
+      code = io->Exists(request.batch().blocks[index]) ? CS_OK : CS_NOT_FOUND;
+    }
+    request.Finish(index, code);
+  }
+};
+
+Result<std::unique_ptr<Tier>> PosixTier::Open(Env& env, std::shared_ptr<EventRing> events,
+                                              PosixOptions options) {
+  Result<RecordFormat> format = RecordFormat::Make(options.geometry, options.fingerprint);
+  if (!format.ok()) return format.status();
+  auto core = std::make_shared<Core>(std::move(events), options.queue_depth);
+  std::vector<std::unique_ptr<Directory>> directories;
+  for (const std::string& root : options.roots) {
+    directories.push_back(std::make_unique<Directory>(
+        env, *core->events,
+        DirectoryOptions{root, options.identity_name, options.manifest, options.direct,
+                         options.zero_copy}));
+    if (Status opened = directories.back()->Open(); !opened.ok()) {
+      for (const auto& directory : directories) directory->Close();
+      return opened;
+    }
+  }
+  core->io = std::make_unique<ShardIo>(env, *core->events, options.geometry,
+                                       std::move(format.value()), std::move(directories));
+  return std::unique_ptr<Tier>(new PosixTier(std::move(core), options));
+}
+
+PosixTier::PosixTier(std::shared_ptr<Core> core, const PosixOptions& options)
+    : core_(std::move(core)),
+      timeout_(options.timeout),
+      load_pool_("cs-load", options.load_workers,
+                 [core = core_](WorkerPool::Job& job, WorkerPool::Scratch& scratch) {
+                   Request& request = *static_cast<Request*>(job.owner.get());
+                   core->io->Load(request, job.index, scratch);
+                   return request.left_behind(job.index);
+                 }),
+      dump_pool_("cs-dump", options.dump_workers,
+                 [core = core_](WorkerPool::Job& job, WorkerPool::Scratch& scratch) {
+                   Request& request = *static_cast<Request*>(job.owner.get());
+                   core->io->Dump(request, job.index, scratch);
+                   return request.left_behind(job.index);
+                 }),
+      cleaning_pool_("cs-clean", 1, [core = core_](WorkerPool::Job& job, WorkerPool::Scratch&) {
+        core->io->directories()[job.index]->RemoveTrash([&core] { return core->stopping.load(); });
+        return false;
+      }) {
+  const auto directories = core_->io->directories();
+  if (std::any_of(directories.begin(), directories.end(),
+                  [](const auto& directory) { return !directory->zero_copy(); })) {
+    aside_pool_ = std::make_unique<WorkerPool>(
+        "cs-lookup", options.load_workers,
+        [core = core_](WorkerPool::Job& job, WorkerPool::Scratch&) {
+          Request& request = *static_cast<Request*>(job.owner.get());
+          core->RunAside(request, job.index);
+          return request.left_behind(job.index);
+        });
+  }
+  CleanUp();
+}
+
+PosixTier::~PosixTier() {
+  Stop();
+  Close();
+}
+
+void PosixTier::CleanUp() {
+  for (uint32_t i = 0; i < core_->io->directories().size(); ++i) {
+    // Refused only when the store is closing, or the worker is stuck for good.
+    (void)cleaning_pool_.Submit({{nullptr, i}});
+  }
+}
+
+void PosixTier::Lookup(std::span<const BlockId> blocks, std::span<uint8_t> present) {
+  uint64_t hits = 0;
+  if (aside_pool_ == nullptr) {
+    for (size_t i = 0; i < blocks.size(); ++i) {
+      present[i] = core_->io->Exists(blocks[i]) ? 1 : 0;
+      hits += present[i];
+    }
+  } else {
+    for (size_t from = 0; from < blocks.size(); from += kAsidePiece) {
+      const auto piece = blocks.subspan(from, std::min(kAsidePiece, blocks.size() - from));
+      hits += LookupAside(piece, present.subspan(from, piece.size()));
+    }
+  }
+  core_->lookups.fetch_add(blocks.size(), std::memory_order_relaxed);
+  core_->lookup_hits.fetch_add(hits, std::memory_order_relaxed);
+}
+
+size_t PosixTier::LookupPrefix(std::span<const BlockId> blocks) {
+  size_t length = 0;
+  if (aside_pool_ == nullptr) {
+    while (length < blocks.size() && core_->io->Exists(blocks[length])) ++length;
+  } else {
+    std::vector<uint8_t> present(kAsidePiece);
+    bool gap = false;
+    while (!gap && length < blocks.size()) {
+      const auto piece = blocks.subspan(length, std::min(kAsidePiece, blocks.size() - length));
+      LookupAside(piece, std::span(present).first(piece.size()));
+      const auto end = present.begin() + static_cast<std::ptrdiff_t>(piece.size());
+      const auto hits = static_cast<size_t>(std::find(present.begin(), end, 0) - present.begin());
+      gap = hits < piece.size();
+      length += hits;
+    }
+  }
+  core_->lookups.fetch_add(std::min(length + 1, blocks.size()), std::memory_order_relaxed);
+  core_->lookup_hits.fetch_add(length, std::memory_order_relaxed);
+  return length;
+}
+
+uint64_t PosixTier::LookupAside(std::span<const BlockId> blocks, std::span<uint8_t> present) {
+  Batch batch;
+  batch.blocks.assign(blocks.begin(), blocks.end());
+  const auto request = std::make_shared<Request>(std::move(batch));
+  RunAside(request);
+  uint64_t hits = 0;
+  for (size_t i = 0; i < blocks.size(); ++i) {
+    present[i] = request->results()[i] == CS_OK ? 1 : 0;
+    hits += present[i];
+  }
+  return hits;
+}
+
+void PosixTier::RunAside(const std::shared_ptr<Request>& request) {
+  const auto deadline = Request::Clock::now() + timeout_;
+  if (Submit(*aside_pool_, request).ok() && request->WaitUntil(deadline)) return;
+  aside_pool_->Remove(request.get());
+  aside_pool_->NoteStuck(request->Cancel(CS_TIMEOUT));
+  request->Wait();  // nothing here touches the caller's memory: it has ended
+}
+
+Status PosixTier::Submit(WorkerPool& pool, const std::shared_ptr<Request>& request) {
+  std::vector<WorkerPool::Job> jobs;
+  jobs.reserve(request->size());
+  for (uint32_t i = 0; i < request->size(); ++i) jobs.push_back({request, i});
+  if (pool.Submit(std::move(jobs))) return Status::Ok();
+  return core_->stopping.load() ? Status(CS_CLOSED, "the store is closing")
+                                : Status(CS_REFUSED, "every worker hangs in the filesystem");
+}
+
+// Takes room for the whole request, and gives it back shard by shard.
+Status PosixTier::Start(Direction& direction, WorkerPool& pool,
+                        const std::shared_ptr<Request>& request,
+                        std::shared_ptr<void> tier_data) {
+  const size_t shards = request->size();
+  direction.counters.requested.fetch_add(shards, std::memory_order_relaxed);
+  Status started(CS_REFUSED, "no room for " + std::to_string(shards) + " shards in a queue of " +
+                                 std::to_string(direction.quota.limit()));
+  if (direction.quota.TryTake(shards)) {
+    request->Prepare(
+        [core = core_, &direction](size_t, Code code) {
+          direction.counters.Count(code);
+          direction.quota.GiveBack(1);
+        },
+        std::move(tier_data));
+    started = Submit(pool, request);
+    if (started.ok()) return started;
+    direction.quota.GiveBack(shards);
+  }
+  direction.counters.refused.fetch_add(shards, std::memory_order_relaxed);
+  return started;
+}
+
+Status PosixTier::Load(const std::shared_ptr<Request>& request) {
+  return Start(core_->load, load_pool_, request, nullptr);
+}
+
+Status PosixTier::Dump(const std::shared_ptr<Request>& request) {
+  Result<std::shared_ptr<BlockWrites>> plan = core_->io->PlanDump(request->batch());
+  if (!plan.ok()) return plan.status();
+  return Start(core_->dump, dump_pool_, request, std::move(plan.value()));
+}
+
+void PosixTier::Cancel(const std::shared_ptr<Request>& request, Code code) {
+  const bool is_dump = request->tier_data() != nullptr;
+  WorkerPool& pool = is_dump ? dump_pool_ : load_pool_;
+  const size_t left_behind = request->Cancel(code);
+  // The jobs of a block of several shards still run, to no effect but for the
+  // last one, which removes what was written.
+  if (!is_dump || core_->io->geometry().shards() == 1) pool.Remove(request.get());
+  if (left_behind > 0) pool.NoteStuck(left_behind);
+}
+
+Status PosixTier::Clear() {
+  const auto directories = core_->io->directories();
+  Batch batch;
+  batch.blocks.resize(directories.size());
+  const auto request = std::make_shared<Request>(std::move(batch));
+  request->Prepare({}, core_);
+  if (aside_pool_ != nullptr) {
+    RunAside(request);
+  } else {
+    for (size_t i = 0; i < directories.size(); ++i) core_->RunAside(*request, i);
+  }
+  CleanUp();
+  for (const Code code : request->results()) {
+    if (code != CS_OK) return {code, "clear failed in a directory; the log names it"};
+  }
+  return Status::Ok();
+}
+
+void PosixTier::AddStats(cs_stats& stats) const {
+  const DirectionCounters& load = core_->load.counters;
+  const DirectionCounters& dump = core_->dump.counters;
+  const uint64_t existing = core_->io->existing();
+  const uint64_t payload = core_->io->geometry().payload();
+  const uint64_t dumped = Value(dump.ok) - std::min(Value(dump.ok), existing);
+  stats.lookup_blocks += Value(core_->lookups);
+  stats.lookup_hits += Value(core_->lookup_hits);
+  stats.load_requested += Value(load.requested);
+  stats.load_ok += Value(load.ok);
+  stats.load_absent += Value(load.absent);
+  stats.load_corrupt += Value(load.corrupt);
+  stats.load_failed += Value(load.failed) + Value(load.no_space);
+  stats.load_timeout += Value(load.timeout);
+  stats.load_refused += Value(load.refused);
+  stats.load_bytes += Value(load.ok) * payload;
+  stats.dump_requested += Value(dump.requested);
+  stats.dump_ok += dumped;
+  stats.dump_existing += existing;
+  stats.dump_failed += Value(dump.failed) + Value(dump.absent) + Value(dump.corrupt);
+  stats.dump_no_space += Value(dump.no_space);
+  stats.dump_timeout += Value(dump.timeout);
+  stats.dump_refused += Value(dump.refused);
+  stats.dump_bytes += dumped * payload;
+  stats.load_outstanding += core_->load.quota.taken();
+  stats.dump_outstanding += core_->dump.quota.taken();
+  stats.stuck_workers += load_pool_.stuck() + dump_pool_.stuck() +
+                         (aside_pool_ == nullptr ? 0 : aside_pool_->stuck());
+}
+
+void PosixTier::Stop() {
+  core_->stopping.store(true);
+  for (WorkerPool* pool : {&load_pool_, &dump_pool_, aside_pool_.get(), &cleaning_pool_}) {
+    if (pool == nullptr) continue;
+    for (const WorkerPool::Job& job : pool->Close()) {
+      if (job.owner != nullptr) {
+        static_cast<Request*>(job.owner.get())->EndQueued(job.index, CS_CLOSED);
+      }
+    }
+  }
+}
+
+void PosixTier::Close() {
+  bool all = cleaning_pool_.Join(kJoinPatience);
+  all = load_pool_.Join(kJoinPatience) && all;
+  all = dump_pool_.Join(kJoinPatience) && all;
+  if (aside_pool_ != nullptr) all = aside_pool_->Join(kJoinPatience) && all;
+  // With a worker left behind, its directory may hang us too: what it was
+  // writing is removed by whoever opens the store next.
+  if (!all) return;
+  for (const auto& directory : core_->io->directories()) directory->Close();
+}
+
+}  // namespace cachestore

@@ -1,0 +1,78 @@
+// PosixTier: blocks as files. Fans a request out into one job a shard over the
+// load or the dump workers; looks up on the caller's thread where that is sure
+// to end, on workers of its own elsewhere.
+#ifndef CACHESTORE_POSIX_POSIX_TIER_H_
+#define CACHESTORE_POSIX_POSIX_TIER_H_
+
+#include <atomic>
+#include <chrono>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/env.h"
+#include "base/event_ring.h"
+#include "base/quota.h"
+#include "base/worker_pool.h"
+#include "posix/record.h"
+#include "posix/shard_io.h"
+#include "tier/tier.h"
+
+namespace cachestore {
+
+struct PosixOptions {
+  std::vector<std::string> roots;  // absolute directories
+  std::string identity_name;
+  std::string manifest;
+  Fingerprint fingerprint{};
+  Geometry geometry;
+  size_t load_workers = 1;
+  size_t dump_workers = 1;
+  size_t queue_depth = 1;  // shards queued + running, per direction
+  bool direct = false;
+  cs_zero_copy zero_copy = CS_ZERO_COPY_AUTO;
+  std::chrono::milliseconds timeout{1000};  // of lookups and clears off the caller's thread
+};
+
+class PosixTier final : public Tier {
+ public:
+  // `events` may be kept beyond Close by a worker left behind, and `env` too.
+  static Result<std::unique_ptr<Tier>> Open(Env& env, std::shared_ptr<EventRing> events,
+                                            PosixOptions options);
+  ~PosixTier() override;
+
+  void Lookup(std::span<const BlockId> blocks, std::span<uint8_t> present) override;
+  size_t LookupPrefix(std::span<const BlockId> blocks) override;
+  Status Load(const std::shared_ptr<Request>& request) override;
+  Status Dump(const std::shared_ptr<Request>& request) override;
+  void Cancel(const std::shared_ptr<Request>& request, Code code) override;
+  Status Clear() override;
+  void AddStats(cs_stats& stats) const override;
+  void Stop() override;
+  void Close() override;
+
+ private:
+  struct Core;       // all that workers use: they may outlive the tier
+  struct Direction;  // load or dump: its quota and counters
+
+  PosixTier(std::shared_ptr<Core> core, const PosixOptions& options);
+
+  Status Start(Direction& direction, WorkerPool& pool, const std::shared_ptr<Request>& request,
+               std::shared_ptr<void> tier_data);
+  Status Submit(WorkerPool& pool, const std::shared_ptr<Request>& request);
+  uint64_t LookupAside(std::span<const BlockId> blocks, std::span<uint8_t> present);
+  // Runs a request of lookups or clears to its end or the timeout.
+  void RunAside(const std::shared_ptr<Request>& request);
+  void CleanUp();
+
+  const std::shared_ptr<Core> core_;
+  const std::chrono::milliseconds timeout_;
+  WorkerPool load_pool_;
+  WorkerPool dump_pool_;
+  std::unique_ptr<WorkerPool> aside_pool_;  // lookups and clears that may hang
+  WorkerPool cleaning_pool_;                // one worker: removes trash
+};
+
+}  // namespace cachestore
+
+#endif  // CACHESTORE_POSIX_POSIX_TIER_H_

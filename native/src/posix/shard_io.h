@@ -1,0 +1,100 @@
+// ShardIo: what a worker does for one shard: reads it from its block file and
+// checks it, or writes it and, with the block's last shard, publishes the
+// block. Says what a block file is; who calls it when is the tier's.
+//
+// Thread-safe; every call works on its own shard and its worker's Scratch.
+#ifndef CACHESTORE_POSIX_SHARD_IO_H_
+#define CACHESTORE_POSIX_SHARD_IO_H_
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "base/env.h"
+#include "base/event_ring.h"
+#include "base/worker_pool.h"
+#include "posix/directory.h"
+#include "posix/record.h"
+#include "tier/geometry.h"
+#include "tier/request.h"
+
+namespace cachestore {
+
+// One block of a dump request. Its shards are written by different workers;
+// whoever comes last publishes it. No worker waits for another.
+struct BlockWrite {
+  std::vector<size_t> shards;  // where they stand in the request
+  std::string temporary;
+  std::vector<uint32_t> checksums;   // each shard's worker writes its own
+  std::atomic<size_t> remaining{0};  // acq_rel: its end makes `checksums` visible
+  std::atomic<bool> existing{false};
+  std::atomic<bool> opened{false};
+  std::atomic<Code> failure{CS_OK};  // the first one
+};
+
+// The blocks of one dump request; block_of[i] is that of shard i.
+struct BlockWrites {
+  std::vector<std::unique_ptr<BlockWrite>> blocks;
+  std::vector<BlockWrite*> block_of;
+};
+
+class ShardIo {
+ public:
+  ShardIo(Env& env, EventRing& events, Geometry geometry, RecordFormat format,
+          std::vector<std::unique_ptr<Directory>> directories);
+
+  const Geometry& geometry() const { return geometry_; }
+  std::span<const std::unique_ptr<Directory>> directories() const { return directories_; }
+  Directory& DirectoryOf(const BlockId& block) const;
+
+  // Whether a whole block file lies there: one system call.
+  bool Exists(const BlockId& block) const;
+  // Groups a dump request by block; CS_INVALID unless each has all its shards.
+  Result<std::shared_ptr<BlockWrites>> PlanDump(const Batch& batch) const;
+
+  void Load(Request& request, size_t shard, WorkerPool::Scratch& scratch);
+  void Dump(Request& request, size_t shard, WorkerPool::Scratch& scratch);
+
+  // Shards that a dump found stored already.
+  uint64_t existing() const { return existing_.load(std::memory_order_relaxed); }
+
+ private:
+  struct Transfer;
+  struct How {
+    bool direct;     // O_DIRECT
+    bool zero_copy;  // no buffer of ours between
+  };
+
+  Code ReadAndCheck(Transfer& transfer);
+  void SetAside(const std::string& path, const FileInfo& info, const std::string& why);
+
+  void WriteShard(Request& request, size_t shard, Directory& directory, BlockWrite& block,
+                  How how, WorkerPool::Scratch& scratch);
+  Status Write(Transfer& transfer, BlockWrite& block);
+  Status WriteParts(Directory& directory, BlockWrite& block, bool direct,
+                    std::span<iovec> parts, uint64_t offset);
+  void EndShard(Request& request, size_t shard, Directory& directory, BlockWrite& block,
+                WorkerPool::Scratch& scratch);
+  void WriteRecord(const BlockId& id, Directory& directory, BlockWrite& block,
+                   WorkerPool::Scratch& scratch);
+  void RemoveTemporary(const BlockWrite& block);
+  void TakeBack(const std::string& path, const Result<FileInfo>& written);
+
+  bool IsAligned(std::span<uint8_t* const> tensors) const;
+
+  Env& env_;
+  EventRing& events_;
+  const Geometry geometry_;
+  const RecordFormat format_;
+  const uint64_t payload_;  // of a shard
+  const uint64_t stride_;   // from one shard to the next in a file
+  const uint64_t file_size_;
+  const std::vector<std::unique_ptr<Directory>> directories_;
+  std::atomic<uint64_t> existing_{0};
+};
+
+}  // namespace cachestore
+
+#endif  // CACHESTORE_POSIX_SHARD_IO_H_

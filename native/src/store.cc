@@ -1,0 +1,208 @@
+#include "store.h"
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "pipeline/pipeline.h"
+
+namespace cachestore {
+namespace {
+
+// A caller that never waits for its tasks is refused before it fills memory.
+constexpr size_t kMaxTasks = 65536;
+// At close, running transfers may take this long at most (but for those that
+// must be waited for).
+constexpr std::chrono::milliseconds kClosePatience{5000};
+
+}  // namespace
+
+class Store::Call {
+ public:
+  explicit Call(Store& store) : store_(store) {
+    const std::lock_guard lock(store_.mutex_);
+    inside_ = !store_.closing_;
+    if (inside_) ++store_.calls_inside_;
+  }
+  Call(const Call&) = delete;
+  Call& operator=(const Call&) = delete;
+  ~Call() {
+    if (!inside_) return;
+    const std::lock_guard lock(store_.mutex_);
+    if (--store_.calls_inside_ == 0) store_.call_over_.notify_all();
+  }
+
+  Status status() const {
+    return inside_ ? Status::Ok() : Status(CS_CLOSED, "the store is closed");
+  }
+
+ private:
+  Store& store_;
+  bool inside_;
+};
+
+Result<std::unique_ptr<Store>> Store::Open(const cs_config& config, Env& env) {
+  auto events = std::make_shared<EventRing>();
+  Result<std::unique_ptr<Tier>> tier = OpenPipeline(config, env, events);
+  if (!tier.ok()) return tier.status();
+  Result<Geometry> geometry = GeometryOf(config);
+  if (!geometry.ok()) return geometry.status();
+  return std::unique_ptr<Store>(new Store(std::move(tier.value()), std::move(geometry.value()),
+                                          std::move(events),
+                                          std::chrono::milliseconds(config.timeout_ms)));
+}
+
+Store::Store(std::unique_ptr<Tier> tier, Geometry geometry, std::shared_ptr<EventRing> events,
+             std::chrono::milliseconds timeout)
+    : tier_(std::move(tier)),
+      geometry_(std::move(geometry)),
+      events_(std::move(events)),
+      timeout_(timeout) {}
+
+Status Store::Lookup(std::span<const BlockId> blocks, std::span<uint8_t> present) {
+  const Call call(*this);
+  if (!call.status().ok()) return call.status();
+  tier_->Lookup(blocks, present);
+  return Status::Ok();
+}
+
+Result<size_t> Store::LookupPrefix(std::span<const BlockId> blocks) {
+  const Call call(*this);
+  if (!call.status().ok()) return call.status();
+  return tier_->LookupPrefix(blocks);
+}
+
+Result<Batch> Store::BatchOf(const cs_batch& batch) const {
+  const size_t tensors = geometry_.tensor_sizes.size();
+  if (batch.n > 0 && (batch.block_ids == nullptr || batch.addresses == nullptr ||
+                      batch.sizes == nullptr)) {
+    return Status(CS_INVALID, "block_ids, addresses or sizes is null");
+  }
+  if (batch.m != tensors) {
+    return Status(CS_INVALID, "m is " + std::to_string(batch.m) + "; a shard has " +
+                                  std::to_string(tensors) + " tensors");
+  }
+  Batch copy;
+  copy.tensors = tensors;
+  copy.blocks.resize(batch.n);
+  copy.shard_indices.resize(batch.n);
+  copy.addresses.resize(batch.n * tensors);
+  for (size_t i = 0; i < batch.n; ++i) {
+    std::memcpy(copy.blocks[i].data(), batch.block_ids + 16 * i, 16);
+    if (batch.shard_indices != nullptr) copy.shard_indices[i] = batch.shard_indices[i];
+    if (copy.shard_indices[i] >= geometry_.shards()) {
+      return Status(CS_INVALID, "shard_indices[" + std::to_string(i) + "] is " +
+                                    std::to_string(copy.shard_indices[i]) + "; a block has " +
+                                    std::to_string(geometry_.shards()) + " shards");
+    }
+    for (size_t t = 0; t < tensors; ++t) {
+      const size_t at = i * tensors + t;
+      if (batch.addresses[at] == 0) {
+        return Status(CS_INVALID, "addresses[" + std::to_string(at) + "] is null");
+      }
+      if (batch.sizes[at] != geometry_.tensor_sizes[t]) {
+        return Status(CS_INVALID, "sizes[" + std::to_string(at) + "] is " +
+                                      std::to_string(batch.sizes[at]) + "; that tensor has " +
+                                      std::to_string(geometry_.tensor_sizes[t]) + " bytes");
+      }
+      copy.addresses[at] = reinterpret_cast<uint8_t*>(static_cast<uintptr_t>(batch.addresses[at]));
+    }
+  }
+  return copy;
+}
+
+Result<cs_task> Store::Start(const cs_batch& batch,
+                             Status (Tier::*start)(const std::shared_ptr<Request>&)) {
+  const Call call(*this);
+  if (!call.status().ok()) return call.status();
+  Result<Batch> copy = BatchOf(batch);
+  if (!copy.ok()) return copy.status();
+  const auto request = std::make_shared<Request>(std::move(copy.value()));
+  // In the table before it starts, so that Close can't miss it.
+  cs_task task = 0;
+  {
+    const std::lock_guard lock(mutex_);
+    if (tasks_.size() >= kMaxTasks) {
+      return Status(CS_REFUSED, std::to_string(kMaxTasks) + " tasks are not waited for");
+    }
+    task = next_task_++;
+    tasks_.emplace(task, request);
+  }
+  if (request->size() == 0) return task;
+  Status started = (tier_.get()->*start)(request);
+  if (started.ok()) return task;
+  const std::lock_guard lock(mutex_);
+  tasks_.erase(task);
+  return started;
+}
+
+Status Store::Wait(cs_task task, std::chrono::milliseconds timeout, std::span<int32_t> results) {
+  const auto deadline = Request::Clock::now() + timeout;
+  const Call call(*this);
+  if (!call.status().ok()) return call.status();
+  std::shared_ptr<Request> request;
+  {
+    const std::lock_guard lock(mutex_);
+    const auto found = tasks_.find(task);
+    if (found == tasks_.end()) {
+      return {CS_INVALID, "task " + std::to_string(task) + " is unknown or waited for already"};
+    }
+    if (results.size() != found->second->size()) {
+      return {CS_INVALID, "n is " + std::to_string(results.size()) + "; the task has " +
+                              std::to_string(found->second->size()) + " shards"};
+    }
+    // The entry stays until the end: Close looks for what is unfinished here.
+    request = found->second;
+  }
+  End(request, deadline, CS_TIMEOUT);
+  std::copy(request->results().begin(), request->results().end(), results.begin());
+  const std::lock_guard lock(mutex_);
+  tasks_.erase(task);
+  return Status::Ok();
+}
+
+void Store::End(const std::shared_ptr<Request>& request, Request::Clock::time_point deadline,
+                Code late) {
+  if (request->WaitUntil(deadline)) return;
+  tier_->Cancel(request, late);
+  request->Wait();
+}
+
+Status Store::Clear() {
+  const Call call(*this);
+  if (!call.status().ok()) return call.status();
+  return tier_->Clear();
+}
+
+cs_stats Store::Stats() {
+  cs_stats stats = {};
+  tier_->AddStats(stats);
+  stats.dropped_events = events_->dropped();
+  return stats;
+}
+
+void Store::Close() {
+  {
+    const std::lock_guard lock(mutex_);
+    closing_ = true;
+  }
+  tier_->Stop();
+  // A call that was inside may still have started a request after this copy
+  // of the table; the tier has refused it.
+  std::vector<std::shared_ptr<Request>> unfinished;
+  {
+    const std::lock_guard lock(mutex_);
+    for (const auto& [task, request] : tasks_) unfinished.push_back(request);
+  }
+  const auto deadline = Request::Clock::now() + std::min(timeout_, kClosePatience);
+  for (const auto& request : unfinished) End(request, deadline, CS_CLOSED);
+  {
+    std::unique_lock lock(mutex_);
+    call_over_.wait(lock, [&] { return calls_inside_ == 0; });
+  }
+  tier_->Close();
+}
+
+}  // namespace cachestore

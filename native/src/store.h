@@ -1,0 +1,69 @@
+// Store: what a handle of the C interface stands for: a pipeline, the tasks
+// that are not waited for yet, and who is inside a call.
+//
+// Thread-safe; Close is the last call.
+#ifndef CACHESTORE_STORE_H_
+#define CACHESTORE_STORE_H_
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <unordered_map>
+
+#include "base/env.h"
+#include "base/event_ring.h"
+#include "base/status.h"
+#include "cachestore/c_api.h"
+#include "tier/tier.h"
+
+namespace cachestore {
+
+class Store {
+ public:
+  static Result<std::unique_ptr<Store>> Open(const cs_config& config, Env& env);
+
+  Status Lookup(std::span<const BlockId> blocks, std::span<uint8_t> present);
+  Result<size_t> LookupPrefix(std::span<const BlockId> blocks);
+  Result<cs_task> Load(const cs_batch& batch) { return Start(batch, &Tier::Load); }
+  Result<cs_task> Dump(const cs_batch& batch) { return Start(batch, &Tier::Dump); }
+  Status Wait(cs_task task, std::chrono::milliseconds timeout, std::span<int32_t> results);
+  Status Clear();
+  cs_stats Stats();
+  std::optional<EventRing::Event> NextEvent() { return events_->Take(); }
+
+  // Ends every accepted request and waits until no call is inside.
+  void Close();
+
+ private:
+  class Call;  // counts a thread as inside, unless the store is closing
+
+  Store(std::unique_ptr<Tier> tier, Geometry geometry, std::shared_ptr<EventRing> events,
+        std::chrono::milliseconds timeout);
+
+  Result<Batch> BatchOf(const cs_batch& batch) const;
+  Result<cs_task> Start(const cs_batch& batch,
+                        Status (Tier::*start)(const std::shared_ptr<Request>&));
+  // Waits for a request to end by the deadline, then makes it end.
+  void End(const std::shared_ptr<Request>& request, Request::Clock::time_point deadline,
+           Code late);
+
+  const std::unique_ptr<Tier> tier_;
+  const Geometry geometry_;
+  const std::shared_ptr<EventRing> events_;
+  const std::chrono::milliseconds timeout_;
+
+  std::mutex mutex_;  // guards all below
+  std::condition_variable call_over_;
+  size_t calls_inside_ = 0;
+  bool closing_ = false;
+  cs_task next_task_ = 1;
+  std::unordered_map<cs_task, std::shared_ptr<Request>> tasks_;
+};
+
+}  // namespace cachestore
+
+#endif  // CACHESTORE_STORE_H_

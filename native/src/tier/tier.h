@@ -1,0 +1,50 @@
+// Tier: what a pipeline is made of. A tier knows this file and base/, no other
+// tier.
+//
+// All calls are thread-safe but Close, which is the last one.
+#ifndef CACHESTORE_TIER_TIER_H_
+#define CACHESTORE_TIER_TIER_H_
+
+#include <memory>
+#include <span>
+
+#include "base/status.h"
+#include "cachestore/c_api.h"
+#include "tier/request.h"
+
+namespace cachestore {
+
+class Tier {
+ public:
+  virtual ~Tier() = default;
+
+  // present[i] = 1 if blocks[i] is stored. Takes no pins and lists no
+  // directory. Bounded; what can't be told in time counts as absent.
+  virtual void Lookup(std::span<const BlockId> blocks, std::span<uint8_t> present) = 0;
+  // How many of the first blocks are stored without a gap.
+  virtual size_t LookupPrefix(std::span<const BlockId> blocks) = 0;
+
+  // Accept the whole request (OK: every shard of it ends exactly once, by a
+  // worker or by Cancel) or none of it (no effect, no I/O). Never block.
+  virtual Status Load(const std::shared_ptr<Request>& request) = 0;
+  virtual Status Dump(const std::shared_ptr<Request>& request) = 0;
+
+  // Gives up an accepted request: see Request::Cancel. After Request::Wait,
+  // which then is short, the caller's memory is free.
+  virtual void Cancel(const std::shared_ptr<Request>& request, Code code) = 0;
+
+  // Forgets every block of the identity.
+  virtual Status Clear() = 0;
+
+  virtual void AddStats(cs_stats& stats) const = 0;
+
+  // Accepts nothing more; what is queued ends with CS_CLOSED, what is running
+  // goes on.
+  virtual void Stop() = 0;
+  // After Stop, and when every request has ended: joins the threads.
+  virtual void Close() = 0;
+};
+
+}  // namespace cachestore
+
+#endif  // CACHESTORE_TIER_TIER_H_
