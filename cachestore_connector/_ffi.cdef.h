@@ -105,4 +105,6 @@ const char* cs_last_error(void);
 
 uint32_t cs_crc32c(uint32_t seed, const void* data, size_t length);
 
+void cs_shutdown(cs_store* store);
+
 void cs_close(cs_store* store);

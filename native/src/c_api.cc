@@ -155,6 +155,14 @@ uint32_t cs_crc32c(uint32_t seed, const void* data, size_t length) {
   return cachestore::Crc32c(seed, data, length);
 }
 
+void cs_shutdown(cs_store* store) {
+  if (store == nullptr) return;
+  Guard([&] {
+    StoreOf(store).Shutdown();
+    return Status::Ok();
+  });
+}
+
 void cs_close(cs_store* store) {
   if (store == nullptr) return;
   Guard([&] {

@@ -21,9 +21,11 @@ constexpr std::chrono::milliseconds kClosePatience{5000};
 
 class Store::Call {
  public:
-  explicit Call(Store& store) : store_(store) {
+  enum class When { kOpen, kAlways };
+
+  explicit Call(Store& store, When when = When::kOpen) : store_(store) {
     const std::lock_guard lock(store_.mutex_);
-    inside_ = !store_.closing_;
+    inside_ = when == When::kAlways || !store_.closing_;
     if (inside_) ++store_.calls_inside_;
   }
   Call(const Call&) = delete;
@@ -140,8 +142,8 @@ Result<cs_task> Store::Start(const cs_batch& batch,
 
 Status Store::Wait(cs_task task, std::chrono::milliseconds timeout, std::span<int32_t> results) {
   const auto deadline = Request::Clock::now() + timeout;
-  const Call call(*this);
-  if (!call.status().ok()) return call.status();
+  // Also while closing: the caller's memory is in use until the task has ended.
+  const Call call(*this, Call::When::kAlways);
   std::shared_ptr<Request> request;
   {
     const std::lock_guard lock(mutex_);
@@ -183,10 +185,10 @@ cs_stats Store::Stats() {
   return stats;
 }
 
-void Store::Close() {
+void Store::Shutdown() {
   {
     const std::lock_guard lock(mutex_);
-    closing_ = true;
+    if (std::exchange(closing_, true)) return;
   }
   tier_->Stop();
   // A call that was inside may still have started a request after this copy
@@ -198,6 +200,10 @@ void Store::Close() {
   }
   const auto deadline = Request::Clock::now() + std::min(timeout_, kClosePatience);
   for (const auto& request : unfinished) End(request, deadline, CS_CLOSED);
+}
+
+void Store::Close() {
+  Shutdown();
   {
     std::unique_lock lock(mutex_);
     call_over_.wait(lock, [&] { return calls_inside_ == 0; });

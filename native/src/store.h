@@ -35,7 +35,9 @@ class Store {
   cs_stats Stats();
   std::optional<EventRing::Event> NextEvent() { return events_->Take(); }
 
-  // Ends every accepted request and waits until no call is inside.
+  // Refuses new calls and ends every accepted request.
+  void Shutdown();
+  // Shutdown, then waits until no call is inside and joins the threads.
   void Close();
 
  private:

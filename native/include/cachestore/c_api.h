@@ -7,14 +7,13 @@
  *
  * Rules
  *  1. Handles. cs_store is opaque, made by cs_open and ended by cs_close,
- *     exactly once. No call may be running on it or start on it once cs_close
- *     was entered, except cs_wait for a task already accepted: cs_close makes
- *     it return. A cs_task is a number, made by cs_load or cs_dump and ended by
- *     the one cs_wait on it; 0 is never a task.
+ *     exactly once. No call may start on it once cs_close was entered; those
+ *     that are inside are waited for. A cs_task is a number, made by cs_load or
+ *     cs_dump and ended by the one cs_wait on it; 0 is never a task.
  *  2. Memory. Every array passed in is read before the call returns and never
  *     kept, save the tensor addresses of cs_load and cs_dump: the memory behind
  *     them is lent to the store until cs_wait returns for that task (or
- *     cs_close does). After that it is neither read nor written, also when the
+ *     cs_shutdown or cs_close does). After that it is neither read nor written, also when the
  *     task failed, timed out or was cancelled.
  *  3. Threads. Every call but cs_open and cs_close may be made from any number
  *     of threads at once. The store creates its own threads; it installs no
@@ -174,9 +173,14 @@ const char* cs_last_error(void);
 /* The checksum of the block format (CRC-32C), for tools and tests. */
 uint32_t cs_crc32c(uint32_t seed, const void* data, size_t length);
 
-/* Stops accepting, completes what is running, fails what is queued, makes
- * every cs_wait return, joins the threads (one stuck in a hung filesystem is
- * left behind, on memory of the store's own) and frees the handle. */
+/* Stops accepting, fails what is queued, completes what is running (or, after a
+ * few seconds, gives it up) and makes every cs_wait return. The handle stays
+ * valid, so a binding can wait for its own threads to leave before cs_close.
+ * A second call does nothing. */
+void cs_shutdown(cs_store* store);
+
+/* cs_shutdown, then joins the threads (one stuck in a hung filesystem is left
+ * behind, on memory of the store's own) and frees the handle. */
 void cs_close(cs_store* store);
 
 /* cdef: end */
