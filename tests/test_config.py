@@ -1,0 +1,482 @@
+"""config.py: sources, types, messages, geometry, pipeline choice, the shipped YAML (F32)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cachestore_connector.config import (
+    CACHE_TIER_KEYS,
+    SETTINGS,
+    SGLANG_KEYS,
+    Config,
+    check_geometry,
+    choose_pipeline,
+    load,
+    reference_yaml,
+)
+from cachestore_connector.errors import ConfigError
+
+ENV = {"HOME": "/home/u"}
+SHIPPED = Path(__file__).parents[1] / "configs" / "cachestore.yaml"
+
+
+def refused(extra: Any, *parts: str, environ: dict[str, str] = ENV) -> ConfigError:
+    """The error of load(extra), after checking that each of parts is in its message."""
+    with pytest.raises(ConfigError) as caught:
+        load(extra, environ)
+    for part in parts:
+        assert part in str(caught.value)
+    return caught.value
+
+
+def settings_file(tmp_path: Path, text: str, name: str = "c.yaml") -> dict[str, str]:
+    path = tmp_path / name
+    path.write_text(text, encoding="utf-8")
+    return ENV | {"CACHESTORE_CONFIG": str(path)}
+
+
+# --- defaults and the shipped file
+
+
+def test_defaults() -> None:
+    """The default of every setting, pinned: changing one is a visible decision."""
+    assert dataclasses.asdict(load(None, ENV)) == {
+        "store_pipeline": None,
+        "storage_backends": ("/home/u/.cache/cachestore",),
+        "io_direct": False,
+        "posix_zero_copy": "auto",
+        "posix_load_worker_number": 8,
+        "posix_dump_worker_number": 4,
+        "posix_queue_depth": 1024,
+        "timeout_ms": 30000,
+        "tensor_size_list": None,
+        "shard_size": None,
+        "block_size": None,
+        "model_identity": None,
+    }
+    assert load({}, ENV) == load(None, ENV)
+
+
+def test_config_alone_is_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Config() and load() have the same defaults, the environment's part of them included."""
+    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
+    monkeypatch.delenv("CACHESTORE_CONFIG", raising=False)
+    assert Config() == load() == load(None, {"XDG_CACHE_HOME": "/xdg"})
+    assert Config().storage_backends == ("/xdg/cachestore",)
+
+
+def test_shipped_file_is_the_table_in_yaml() -> None:
+    """configs/cachestore.yaml is what the table says, word for word."""
+    assert SHIPPED.read_text(encoding="utf-8") == reference_yaml()
+
+
+def test_shipped_file_gives_exactly_the_defaults() -> None:
+    """Loaded either way, the shipped file changes nothing, and it lists every setting."""
+    shipped = yaml.safe_load(SHIPPED.read_text(encoding="utf-8"))
+    assert list(shipped) == list(SETTINGS)
+    assert load(shipped, ENV) == load(None, ENV)
+    assert load(None, ENV | {"CACHESTORE_CONFIG": str(SHIPPED)}) == load(None, ENV)
+    assert load(shipped, ENV | {"CACHESTORE_CONFIG": str(SHIPPED)}) == load(None, ENV)
+
+
+def test_every_setting_is_documented() -> None:
+    """A row without a sentence, a range or a reason to change it doesn't get in."""
+    for name, row in SETTINGS.items():
+        for text in (row.metadata["doc"], row.metadata["when"]):
+            assert text.endswith("."), name
+        assert row.metadata["kind"].allowed(row.metadata["unit"])
+
+
+def test_config_is_frozen() -> None:
+    """A Config is shared by threads and can't be changed."""
+    config = load(None, ENV)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.timeout_ms = 5  # type: ignore[misc]
+    assert hash(config) == hash(load(None, ENV))
+
+
+def test_imports_neither_torch_nor_sglang_nor_native() -> None:
+    """Settings can be read and checked on a machine that has nothing but PyYAML."""
+    code = (
+        "import sys; import cachestore_connector.config, cachestore_connector.identity;"
+        "print([m for m in ('torch', 'sglang', 'numpy') if m in sys.modules])"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
+
+
+# --- sources
+
+
+def test_extra_config_wins_per_setting_over_the_file(tmp_path: Path) -> None:
+    """Each setting comes from the first source that gives it, not each source as a whole."""
+    environ = settings_file(tmp_path, "timeout_ms: 1000\nposix_queue_depth: 256\n")
+    config = load({"timeout_ms": 2000}, environ)
+    assert (config.timeout_ms, config.posix_queue_depth) == (2000, 256)
+    assert config.posix_load_worker_number == 8
+
+
+def test_null_is_as_good_as_leaving_the_key_out(tmp_path: Path) -> None:
+    """null gives the default, and lets the file's value through."""
+    assert load(dict.fromkeys(SETTINGS), ENV) == load(None, ENV)
+    environ = settings_file(tmp_path, "timeout_ms: 1000\nio_direct:\n")
+    assert load({"timeout_ms": None}, environ).timeout_ms == 1000
+    assert load(None, environ).io_direct is False
+
+
+def test_extra_config_is_not_changed() -> None:
+    """SGLang's mapping is left as it was, and its list isn't kept."""
+    extra = {"storage_backends": ["/a", "/b"], "prefetch_threshold": 1}
+    config = load(extra, ENV)
+    assert extra == {"storage_backends": ["/a", "/b"], "prefetch_threshold": 1}
+    extra["storage_backends"].append("/c")  # type: ignore[attr-defined]
+    assert config.storage_backends == ("/a", "/b")
+
+
+@pytest.mark.parametrize("extra", ["{}", ["a"], 8, True])
+def test_extra_config_must_be_a_mapping(extra: Any) -> None:
+    """A string or a list in place of the mapping is said to be one."""
+    refused(extra, "extra config", "mapping")
+
+
+def test_sglangs_own_keys_are_ignored(tmp_path: Path) -> None:
+    """SGLang's keys, which one of its paths leaves in, change nothing, whatever their value."""
+    extra = {key: {"any": "thing"} for key in SGLANG_KEYS}
+    assert load(extra, ENV) == load(None, ENV)
+    environ = settings_file(tmp_path, "prefetch_threshold: 5\ninterface_v1: 1\n")
+    assert load(None, environ) == load(None, ENV)
+    assert len(SGLANG_KEYS) == 10
+
+
+def test_empty_variable_means_no_file() -> None:
+    """CACHESTORE_CONFIG set to nothing is not a file named ''."""
+    assert load(None, ENV | {"CACHESTORE_CONFIG": ""}) == load(None, ENV)
+
+
+@pytest.mark.parametrize("text", ["", "# only a comment\n", "---\n"])
+def test_a_file_without_settings_gives_the_defaults(tmp_path: Path, text: str) -> None:
+    """A file in which everything is commented out is not an error."""
+    assert load(None, settings_file(tmp_path, text)) == load(None, ENV)
+
+
+def test_json_file_and_json_in_yaml(tmp_path: Path) -> None:
+    """JSON is read by its suffix, tabs included, and as YAML; a byte order mark is no matter."""
+    text = json.dumps({"timeout_ms": 1000, "storage_backends": ["/d/é:x"]}, indent="\t")
+    assert load(None, settings_file(tmp_path, text, "c.json")).storage_backends == ("/d/é:x",)
+    text = json.dumps({"timeout_ms": 1000})
+    for name in ("c.json", "c.yaml"):
+        assert load(None, settings_file(tmp_path, "\ufeff" + text, name)).timeout_ms == 1000
+    assert load(None, settings_file(tmp_path, text, "c.yaml")).timeout_ms == 1000
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("- a\n- b\n", "not a mapping"),
+        ("just words\n", "not a mapping"),
+        ("timeout_ms: [1\nio_direct: }\n", "line 2"),
+        ("timeout_ms: 1000\n\ttimeout_ms: 1\n", "line 2"),
+        ("timeout_ms: 1000\nio_direct: true\ntimeout_ms: 2000\n", "line 3"),
+        ("? [a, b]\n: 1\n", "line 1"),
+        ("timeout_ms: !!python/object:os.system x\n", "line 1"),
+        ("timeout_ms: 1000\n---\ntimeout_ms: 1000\n", "line 2"),
+        ("timeout_ms: 1000\nmodel_identity: \x07\n", "line 2"),
+    ],
+    ids=str,
+)
+def test_unusable_file_is_named_with_its_line(tmp_path: Path, text: str, part: str) -> None:
+    """Broken YAML, a list, a doubled key: the message has the path and where YAML gives it."""
+    environ = settings_file(tmp_path, text)
+    path = environ["CACHESTORE_CONFIG"]
+    refused(None, "CACHESTORE_CONFIG", path, part, environ=environ)
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ('{"timeout_ms": 1', "line 1"),
+        ('{"a": 1, "a": 2}', "'a' is given twice"),
+        ("[1]", "mapping"),
+    ],
+)
+def test_unusable_json_file_is_named(tmp_path: Path, text: str, part: str) -> None:
+    """The same for JSON."""
+    environ = settings_file(tmp_path, text, "c.json")
+    refused(None, environ["CACHESTORE_CONFIG"], part, environ=environ)
+
+
+def test_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    """A missing file, a directory and bytes that aren't UTF-8 are errors, never the defaults."""
+    (tmp_path / "latin.yaml").write_bytes(b"model_identity: caf\xe9\n")
+    for name, part in (
+        ("gone.yaml", "No such file"),
+        ("", "Is a directory"),
+        ("latin.yaml", "utf-8"),
+        ("nul\0.yaml", "null"),
+    ):
+        path = os.path.join(tmp_path, name)
+        refused(None, repr(path), part, environ=ENV | {"CACHESTORE_CONFIG": path})
+
+
+def test_file_name_may_start_with_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A service file can say CACHESTORE_CONFIG=~/c.yaml, which no shell expands there."""
+    environ = settings_file(tmp_path, "timeout_ms: 1000\n")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert load(None, environ | {"CACHESTORE_CONFIG": "~/c.yaml"}).timeout_ms == 1000
+
+
+def test_error_says_where_the_value_came_from(tmp_path: Path) -> None:
+    """Path and line for the file; "extra config" for the other; also a file value overridden."""
+    environ = settings_file(tmp_path, "# first\n\ntimeout_ms: 5\n")
+    where = environ["CACHESTORE_CONFIG"] + " line 3"
+    refused(None, "timeout_ms = 5", where, environ=environ)
+    refused({"timeout_ms": 1000}, "timeout_ms = 5", where, environ=environ)
+    refused({"timeout_ms": 5}, "timeout_ms = 5", "extra config")
+    environ = settings_file(tmp_path, "io_direct: true\ntimeout: 5\n")
+    refused(None, "timeout = 5", "line 2", "did you mean timeout_ms", environ=environ)
+
+
+# --- keys
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("posix_queue_dept", "posix_queue_depth"),
+        ("TIMEOUT_MS", "timeout_ms"),
+        ("io-direct", "io_direct"),
+        ("storage_backend", "storage_backends"),
+        ("prefetch_treshold", "prefetch_threshold"),
+    ],
+)
+def test_unknown_key_gets_a_did_you_mean(key: str, meant: str) -> None:
+    """A near miss names the key meant, the value, and every key that is allowed."""
+    refused({key: 7}, f"{key} = 7", f"did you mean {meant}?", *SETTINGS)
+
+
+def test_unknown_key_far_from_all_has_no_suggestion() -> None:
+    """No suggestion is better than a silly one; null doesn't excuse an unknown key."""
+    assert "did you mean" not in str(refused({"zzz": None}, "zzz = null", "no such setting"))
+
+
+@pytest.mark.parametrize("key", [8, True, None, 1.5, ("a",)])
+def test_keys_must_be_strings(key: Any) -> None:
+    """YAML makes `8:`, `on:` and `null:` keys that aren't strings; the error says so."""
+    refused({key: 1}, repr(key), "must be a string")
+
+
+@pytest.mark.parametrize("key", CACHE_TIER_KEYS)
+def test_cache_tier_keys_say_that_it_is_not_built(key: str) -> None:
+    """The keys of the tier that is to come are known, and refused with that reason."""
+    refused({key: False}, key, "belongs to the Cache tier, which is not built yet")
+
+
+# --- types and ranges
+
+INTS = {
+    "posix_load_worker_number": (1, 256),
+    "posix_dump_worker_number": (1, 256),
+    "posix_queue_depth": (128, 1048576),
+    "timeout_ms": (100, 3600000),
+    "shard_size": (1, 2**63 - 1),
+    "block_size": (1, 2**63 - 1),
+}
+
+
+@pytest.mark.parametrize("key", INTS)
+def test_integer_ranges(key: str) -> None:
+    """Both ends are in, one past either is out, and the message has both ends."""
+    low, high = INTS[key]
+    for value in (low, high):
+        assert getattr(load({key: value}, ENV), key) == value
+    for value in (low - 1, high + 1, -1, 10**30):
+        refused({key: value}, f"{key} = {value}", str(low), str(high))
+
+
+@pytest.mark.parametrize("key", INTS)
+@pytest.mark.parametrize(
+    ("value", "hint"),
+    [
+        (True, "not numbers"),
+        ("200", "without quotes"),
+        (200.0, "without a decimal point"),
+        (200.5, "fraction"),
+        (float("nan"), ""),
+        (float("inf"), ""),
+        ([200], ""),
+        ({}, ""),
+    ],
+    ids=str,
+)
+def test_integers_are_strict(key: str, value: Any, hint: str) -> None:
+    """F32: nothing is quietly turned into a number, and the hint says what to write."""
+    refused({key: value}, key, hint, "an integer from")
+
+
+def test_queue_depth_gives_the_reason_of_its_limit() -> None:
+    """128 is not arbitrary, and the message says why."""
+    refused({"posix_queue_depth": 127}, "127", "SGLang sends 128 pages in one call")
+
+
+@pytest.mark.parametrize("value", [1, 0, "true", "yes", [], 0.0])
+def test_booleans_are_strict(value: Any) -> None:
+    """0, 1 and words are not booleans."""
+    refused({"io_direct": value}, "io_direct", "true or false")
+
+
+def test_booleans_and_choices_pass() -> None:
+    """Every allowed value is taken as it is."""
+    assert load({"io_direct": True}, ENV).io_direct is True
+    for word in ("auto", "always", "never"):
+        assert load({"posix_zero_copy": word}, ENV).posix_zero_copy == word
+    assert load({"model_identity": " Ω "}, ENV).model_identity == " Ω "
+
+
+@pytest.mark.parametrize(
+    ("value", "hint"),
+    [("Auto", "did you mean auto?"), ("nevr", "did you mean never?"), (True, "string"), ("", "")],
+)
+def test_choices_are_exact(value: Any, hint: str) -> None:
+    """Another spelling is refused with the word meant and all that are allowed."""
+    refused({"posix_zero_copy": value}, "posix_zero_copy", "auto, always or never", hint)
+
+
+@pytest.mark.parametrize("value", ["", "  ", 5, True, ["a"]])
+def test_model_identity_is_a_non_empty_string(value: Any) -> None:
+    """An empty name would put every model into one cache."""
+    refused({"model_identity": value}, "model_identity", "non-empty string")
+
+
+@pytest.mark.parametrize(
+    ("value", "part"),
+    [
+        ([], "empty"),
+        ([4096, 0], "element 1 is 0"),
+        ([4096, -1], "element 1"),
+        ([4096, None], "element 1 is None"),
+        ([True], "element 0"),
+        (["4096"], "without quotes"),
+        ([4096.0], "decimal point"),
+        (4096, "as a list"),
+        ("4096", "as a list"),
+    ],
+)
+def test_tensor_size_list_is_strict(value: Any, part: str) -> None:
+    """Every element is checked like any integer, and named by its place."""
+    refused({"tensor_size_list": value}, "tensor_size_list", "positive integers", part)
+
+
+def test_direct_construction_is_checked() -> None:
+    """Config(...) can't hold what load() would refuse, nor a path in its raw form."""
+    good = {"storage_backends": ("/a",)}
+    assert Config(**good, timeout_ms=100, tensor_size_list=(1, 2)).tensor_size_list == (1, 2)
+    for bad in (
+        {"timeout_ms": 99},
+        {"timeout_ms": None},
+        {"io_direct": 1},
+        {"tensor_size_list": [1]},
+        {"storage_backends": ("/a/",)},
+        {"storage_backends": ("a",)},
+        {"storage_backends": "/a"},
+        {"storage_backends": ()},
+        {"storage_backends": ("/a", "/a")},
+    ):
+        with pytest.raises(ConfigError, match=next(iter(bad))):
+            Config(**(good | bad))  # type: ignore[arg-type]
+
+
+# --- pipeline
+
+
+def test_pipeline_choices() -> None:
+    """Posix is there; Cache|Posix is known but not built; nothing else is a pipeline."""
+    assert load({"store_pipeline": "Posix"}, ENV).store_pipeline == "Posix"
+    refused({"store_pipeline": "Cache|Posix"}, "'Cache|Posix'", "not built yet", "use Posix")
+    refused({"store_pipeline": "posix"}, "'posix'", "did you mean Posix?")
+    refused({"store_pipeline": "Posix "}, "did you mean Posix?")
+    refused({"store_pipeline": "cache|posix"}, "did you mean Cache|Posix?")
+    refused({"store_pipeline": "S3"}, "'S3'", "Posix, or left out")
+    refused({"store_pipeline": ["Posix"]}, "string")
+
+
+@pytest.mark.parametrize("is_mla", [False, True])
+def test_pipeline_by_model_type(is_mla: bool) -> None:
+    """Left out, both model types get Posix; an MLA model is told what it doesn't get yet."""
+    pipeline, reason = choose_pipeline(load(None, ENV), is_mla)
+    assert pipeline == "Posix"
+    assert ("Cache|Posix, is not built yet" in reason) is is_mla
+    pipeline, reason = choose_pipeline(load({"store_pipeline": "Posix"}, ENV), is_mla)
+    assert (pipeline, reason) == ("Posix", "store_pipeline is set to Posix.")
+
+
+scalars = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=5),
+    st.just([]),
+    st.just({}),
+)
+
+
+@given(
+    st.dictionaries(
+        st.one_of(
+            st.sampled_from([*SETTINGS]),
+            scalars.filter(lambda value: not isinstance(value, (list, dict))),
+        ),
+        scalars,
+        max_size=4,
+    )
+)
+def test_any_mapping_gives_a_config_or_a_config_error(extra: dict[Any, Any]) -> None:
+    """F32: no KeyError, TypeError or other bare error comes out, and what comes out is valid."""
+    try:
+        config = load(extra, ENV)
+    except ConfigError as error:
+        assert "allowed is" in str(error)
+    else:
+        for key, value in extra.items():
+            if value is not None and isinstance(value, (int, bool)):
+                assert getattr(config, key) is value or getattr(config, key) == value
+
+
+# --- geometry
+
+
+def test_geometry_left_out_or_equal_is_accepted() -> None:
+    """The connector fills geometry in; a user's equal value is no conflict."""
+    check_geometry(load(None, ENV), [10, 20], 30, 30)
+    extra = {"tensor_size_list": [10, 20], "shard_size": 30, "block_size": 30}
+    check_geometry(load(extra, ENV), [10, 20], 30, 30)
+    check_geometry(load(extra, ENV), (10, 20), 30, 30)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("tensor_size_list", [20, 10]),
+        ("tensor_size_list", [30]),
+        ("shard_size", 31),
+        ("block_size", 29),
+    ],
+)
+def test_geometry_that_differs_is_refused(key: str, value: Any) -> None:
+    """The message has the user's value and the pool's."""
+    actual = {"tensor_size_list": [10, 20], "shard_size": 30, "block_size": 30}
+    with pytest.raises(ConfigError) as caught:
+        check_geometry(load({key: value}, ENV), [10, 20], 30, 30)
+    assert f"{key} = {value}" in str(caught.value)
+    assert str(actual[key]) in str(caught.value)
