@@ -1,0 +1,1 @@
+"""CacheStore: an L3 storage backend for SGLang HiCache."""
