@@ -1,0 +1,452 @@
+"""`CacheStore`: SGLang's HiCacheStorage interface on the native store.
+
+Once attached, nothing here raises into SGLang: its storage threads end with the first exception.
+A call that can't be served answers with misses or False, is counted, and is logged at a bounded
+rate. What is wrong with the settings or the host pool is raised at attach, where SGLang reports it.
+
+Threads (SGLang 0.5.23): lookups come from the prefetch thread, loads from the prefetch I/O thread,
+dumps from the backup thread, the rest from the scheduler. All may come at once.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from sglang.srt import runtime_context
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorage,
+    HiCacheStorageConfig,
+    HiCacheStorageExtraInfo,
+    PoolName,
+    PoolTransfer,
+    PoolTransferResult,
+)
+from sglang.srt.observability.metrics_collector import StorageMetrics
+
+from . import config as settings
+from . import identity as identities
+from .errors import CacheStoreError, Code, ConfigError
+from .pages import LayoutError, PageLayout, page_layout
+from .store import Store, StoreOptions
+from .throttle import Throttle
+from .transfer_log import TransferLog
+
+logger = logging.getLogger("cachestore")
+
+_ALIGNMENT = 4096
+
+# What else SGLang is told that changes a model's KV for the same tokens, beside its path.
+_VARIANT_FIELDS = (
+    "quantization",
+    "quantization_param_path",
+    "json_model_override_args",
+    "model_impl",
+)
+
+
+def _never_raises(fallback: Callable[..., Any]) -> Callable[[Callable], Callable]:
+    """Answer with ``fallback(*args)`` where the method raises; log the exception."""
+
+    def decorate(method: Callable) -> Callable:
+        @functools.wraps(method)
+        def call(self: CacheStore, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return method(self, *args, **kwargs)
+            except Exception as error:
+                self._throttle.log(
+                    logging.ERROR,
+                    f"exception in {method.__name__}",
+                    f"{method.__name__} failed: {error!r}",
+                    traceback=not isinstance(error, CacheStoreError | ValueError),
+                )
+                return fallback(*args, **kwargs)
+
+        return call
+
+    return decorate
+
+
+def _all_false(keys: Sequence[str], *_: Any, **__: Any) -> list[bool]:
+    return [False] * len(keys)
+
+
+def _all_none(keys: Sequence[str], *_: Any, **__: Any) -> list[None]:
+    return [None] * len(keys)
+
+
+class CacheStore(HiCacheStorage):
+    """One rank's backend. SGLang constructs it, registers the host pool, then calls the rest.
+
+    ``storage_config``: SGLang's; its ``extra_config`` holds our settings. The second argument is
+    the host pool (as built-in backends get it) or a dict (as `dynamic` ones do); neither is needed.
+    Raises `ConfigError` for settings that can't be used.
+    """
+
+    def __init__(self, storage_config: HiCacheStorageConfig, _: Any = None) -> None:
+        self.storage_config = storage_config
+        self.config = settings.load(storage_config.extra_config)
+        self.pipeline, self._pipeline_reason = settings.choose_pipeline(
+            self.config, storage_config.is_mla_model
+        )
+        self.identity: identities.Identity | None = None
+        self.registered_pools: dict[Any, Any] = {}
+        self._layout: PageLayout | None = None
+        self._store: Store | None = None
+        self._pool: Any = None
+        self._throttle = Throttle(logger)
+        self._transfers = TransferLog(enabled=storage_config.enable_storage_metrics)
+
+    # Attach and detach, on the scheduler thread.
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        """Learn the pool's page layout and open the store for it.
+
+        Raises `ConfigError` or `StoreError`: SGLang then closes this backend and reports it.
+        """
+        self.close()
+        if self.storage_config.dcp_size > 1:
+            raise ConfigError("dcp_size", self.storage_config.dcp_size, "1 (no DCP)")
+        try:
+            layout = page_layout(mem_pool_host)
+        except LayoutError as error:
+            raise ConfigError(
+                "hicache_mem_layout", getattr(mem_pool_host, "layout", None), str(error)
+            ) from error
+        payload = layout.page_bytes
+        shard_size = -(-payload // _ALIGNMENT) * _ALIGNMENT if self.config.io_direct else payload
+        settings.check_geometry(self.config, layout.tensor_sizes, shard_size, shard_size)
+        identity = self._identity(mem_pool_host, layout)
+        self._store = Store(
+            StoreOptions(
+                pipeline=self.pipeline,
+                storage_backends=self.config.storage_backends,
+                identity_name=identity.directory_name,
+                identity_manifest=json.dumps(identity.manifest(), indent=2, sort_keys=True) + "\n",
+                identity_fingerprint=identity.fingerprint,
+                tensor_sizes=layout.tensor_sizes,
+                shard_size=shard_size,
+                block_size=shard_size,
+                posix_load_worker_number=self.config.posix_load_worker_number,
+                posix_dump_worker_number=self.config.posix_dump_worker_number,
+                posix_queue_depth=self.config.posix_queue_depth,
+                io_direct=self.config.io_direct,
+                posix_zero_copy=self.config.posix_zero_copy,
+                timeout_ms=self.config.timeout_ms,
+            )
+        )
+        self.identity, self._layout = identity, layout
+        self._sizes = torch.tensor(layout.tensor_sizes * 128, dtype=torch.int64)
+        self.mem_pool_host = mem_pool_host
+        self._close_before_destroy(mem_pool_host)
+        logger.info(
+            "CacheStore: pipeline %s (%s) Pages of %d tokens, %d bytes in %d tensors, layout %s, "
+            "in %s as %s",
+            self.pipeline,
+            self._pipeline_reason,
+            layout.page_size,
+            payload,
+            len(layout.tensor_sizes),
+            mem_pool_host.layout,
+            ", ".join(self.config.storage_backends),
+            identity.directory_name,
+        )
+        self._log_events()
+
+    def _identity(self, pool: Any, layout: PageLayout) -> identities.Identity:
+        given = self.storage_config
+        model = _model_bag()
+        return identities.from_parts(
+            model_path=model.get("model_path"),
+            revision=model.get("revision"),
+            served_model_name=given.model_name,
+            model_identity=self.config.model_identity,
+            storage_format_tag=getattr(pool, "storage_format_tag", None),
+            dtype=_kv_dtype(pool, model),
+            layout=pool.layout,
+            page_size=layout.page_size,
+            tensor_sizes=layout.tensor_sizes,
+            is_mla=given.is_mla_model,
+            tp_rank=given.tp_rank,
+            tp_size=given.tp_size,
+            pp_rank=given.pp_rank,
+            pp_size=given.pp_size,
+            attn_cp_rank=given.attn_cp_rank,
+            attn_cp_size=given.attn_cp_size,
+            dcp_rank=given.dcp_rank,
+            dcp_size=given.dcp_size,
+            should_split_heads=given.should_split_heads,
+            tp_lcm_size=given.tp_lcm_size,
+            start_layer=getattr(pool, "start_layer", None),
+            end_layer=getattr(pool, "end_layer", None),
+            variant={
+                name: str(model[name])
+                for name in _VARIANT_FIELDS
+                if model.get(name) not in (None, "", "{}", "auto")
+            },
+        )
+
+    def _close_before_destroy(self, pool: Any) -> None:
+        """Have the store closed before the pool's memory goes.
+
+        On a graceful exit SGLang destroys its host pools before it closes backends
+        (Scheduler.release_host_resources), and our threads may be reading them.
+        """
+        destroy = getattr(pool, "destroy", None)
+        if destroy is None:
+            return
+
+        @functools.wraps(destroy)
+        def close_and_destroy(*args: Any, **kwargs: Any) -> Any:
+            self.close()
+            return destroy(*args, **kwargs)
+
+        pool.destroy = close_and_destroy
+        self._pool = pool
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        """Take note of a pool of the model. Only the KV pool is stored for now.
+
+        A model with more pools is served without hits: see `batch_exists_v2`.
+        """
+        self.registered_pools[host_pool_name] = host_pool
+        if host_pool_name != PoolName.KV:
+            logger.error(
+                "CacheStore can't store this model's side pool %r yet: no prefix of it will be "
+                "restored from storage",
+                str(host_pool_name),
+            )
+
+    def close(self) -> None:
+        """End the store; calls that are waiting return misses. A second call does nothing."""
+        store, self._store = self._store, None
+        if store is not None:
+            self._log_events(store)
+            store.close()
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            vars(pool).pop("destroy", None)
+
+    # Pages of the KV pool.
+
+    @_never_raises(lambda *_, **__: 0)
+    def batch_exists(
+        self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> int:
+        """How many of the first pages are stored without a gap."""
+        store, identity = self._store, self.identity
+        if store is None or identity is None:
+            return 0
+        return store.lookup_prefix(identity.block_ids(keys))
+
+    def exists(self, key: str) -> bool:
+        """Whether a page is stored."""
+        return self.batch_exists([key]) == 1
+
+    @_never_raises(_all_false)
+    def batch_get_v1(
+        self,
+        keys: list[str],
+        host_indices: torch.Tensor,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> list[bool]:
+        """Load pages into the host pool. One bool a key: False, the page's slots hold anything.
+
+        ``host_indices``: int64 on the CPU, ``len(keys) * page_size``.
+        """
+        return self._transfer(Store.load, keys, self._pool_addresses(keys, host_indices))
+
+    @_never_raises(_all_false)
+    def batch_set_v1(
+        self,
+        keys: list[str],
+        host_indices: torch.Tensor,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> list[bool]:
+        """Store pages from the host pool. One bool a key; True also if it was stored before."""
+        return self._transfer(Store.dump, keys, self._pool_addresses(keys, host_indices))
+
+    def _pool_addresses(self, keys: Sequence[str], host_indices: torch.Tensor) -> Any:
+        return None if self._layout is None else self._layout.addresses(host_indices, len(keys))
+
+    def _transfer(self, move: Callable, keys: Sequence[str], addresses: Any) -> list[bool]:
+        store, identity, layout = self._store, self.identity, self._layout
+        if store is None or identity is None or layout is None or not keys:
+            return [False] * len(keys)
+        needed = len(keys) * len(layout.tensor_sizes)
+        if self._sizes.numel() < needed:
+            self._sizes = torch.tensor(layout.tensor_sizes * len(keys), dtype=torch.int64)
+        started = time.perf_counter()
+        codes = move(store, identity.block_ids(keys), addresses, self._sizes.numpy())
+        seconds = time.perf_counter() - started
+        results = [code == Code.OK for code in codes]
+        done = sum(results)
+        self._transfers.add(move is Store.load, done, done * layout.page_bytes, seconds)
+        if done < len(codes):
+            self._report(move, codes)
+        return results
+
+    def _report(self, move: Callable, codes: Sequence[int]) -> None:
+        self._log_events()
+        bad = [Code(code).name for code in codes if code not in (Code.OK, Code.NOT_FOUND)]
+        if bad:
+            counts = ", ".join(f"{bad.count(name)} {name}" for name in sorted(set(bad)))
+            self._throttle.log(
+                logging.WARNING,
+                f"{move.__name__}: {sorted(set(bad))}",
+                f"{move.__name__} of {len(codes)} pages: {counts}",
+            )
+
+    # The legacy calls: whole flat pages, as SGLang's generic path and older releases make them.
+
+    @_never_raises(_all_none)
+    def batch_get(
+        self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
+    ) -> list[torch.Tensor | None]:
+        """Load flat pages into the given tensors (or new ones); None for each that can't be."""
+        if self._layout is None:
+            return [None] * len(keys)
+        if target_locations is None:
+            size = self._layout.page_bytes
+            target_locations = [torch.empty(size, dtype=torch.uint8) for _ in keys]
+        results = self._transfer(Store.load, keys, self._flat_addresses(keys, target_locations))
+        return [page if ok else None for page, ok in zip(target_locations, results, strict=True)]
+
+    def get(
+        self, key: str, target_location: Any = None, target_sizes: Any = None
+    ) -> torch.Tensor | None:
+        """Load one flat page: `batch_get` of one."""
+        return self.batch_get([key], None if target_location is None else [target_location])[0]
+
+    @_never_raises(lambda *_, **__: False)
+    def batch_set(
+        self,
+        keys: list[str],
+        values: Any = None,
+        target_locations: Any = None,
+        target_sizes: Any = None,
+    ) -> bool:
+        """Store flat pages from tensors. True if every one is stored."""
+        pages = values if values is not None else target_locations
+        if pages is None or self._layout is None:
+            return False
+        pages = [page.contiguous() for page in pages]
+        return all(self._transfer(Store.dump, keys, self._flat_addresses(keys, pages)))
+
+    def set(
+        self,
+        key: str,
+        value: Any = None,
+        target_location: Any = None,
+        target_sizes: Any = None,
+    ) -> bool:
+        """Store one flat page: `batch_set` of one."""
+        page = value if value is not None else target_location
+        return page is not None and self.batch_set([key], [page])
+
+    def _flat_addresses(self, keys: Sequence[str], pages: Sequence[torch.Tensor]) -> Any:
+        layout = self._layout
+        assert layout is not None
+        if len(pages) != len(keys):
+            raise ValueError(f"{len(keys)} keys and {len(pages)} pages")
+        table: list[int] = []
+        for page in pages:
+            if page.device.type != "cpu" or not page.is_contiguous():
+                raise ValueError("a flat page must be a contiguous tensor on the CPU")
+            if page.nbytes != layout.page_bytes:
+                raise ValueError(
+                    f"a flat page has {layout.page_bytes} bytes here, got one of {page.nbytes}"
+                )
+            table += layout.flat_addresses(page.data_ptr())
+        return torch.tensor(table, dtype=torch.int64).numpy()
+
+    # The calls of models with several pools. Only KV alone can be served for now.
+
+    @_never_raises(lambda *_, **__: PoolTransferResult.empty())
+    def batch_exists_v2(
+        self,
+        keys: list[str],
+        pool_transfers: list[PoolTransfer] | None = None,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> PoolTransferResult:
+        """The restorable prefix: none where a side pool takes part, as none is stored."""
+        if any(transfer.name != PoolName.KV for transfer in pool_transfers or ()):
+            return PoolTransferResult.empty()
+        return PoolTransferResult(self.batch_exists(keys), {})
+
+    @_never_raises(lambda transfers, *_, **__: _refused(transfers))
+    def batch_get_v2(
+        self,
+        transfers: list[PoolTransfer],
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> dict[str, list[bool]]:
+        """Load of side pools: always False."""
+        return _refused(transfers)
+
+    @_never_raises(lambda transfers, *_, **__: _refused(transfers))
+    def batch_set_v2(
+        self,
+        transfers: list[PoolTransfer],
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> dict[str, list[bool]]:
+        """Dump of side pools: always False."""
+        return _refused(transfers)
+
+    # Operation.
+
+    @_never_raises(lambda *_, **__: None)
+    def clear(self) -> None:
+        """Forget this identity's pages, no other's. Returns at once; space is freed behind it."""
+        if self._store is not None:
+            self._store.clear()
+            self._log_events()
+
+    @_never_raises(lambda *_, **__: None)
+    def get_stats(self) -> Any:
+        """What happened since the last call, as SGLang's collector wants it; None without metrics.
+
+        A fresh ``StorageMetrics``: pages, and GB/s, of each batch.
+        """
+        self._log_events()
+        lists = self._transfers.drain()
+        return None if lists is None else StorageMetrics(**lists)
+
+    @_never_raises(lambda *_, **__: {})
+    def counters(self) -> dict[str, int]:
+        """The store's counters since attach (``cs_stats`` in c_api.h); empty when detached."""
+        return {} if self._store is None else self._store.stats()
+
+    def _log_events(self, store: Store | None = None) -> None:
+        store = store or self._store
+        if store is not None and not store.closed:
+            for event in store.events():
+                self._throttle.log(event.level, event.text.split(" ", 2)[0], event.text)
+
+
+def _refused(transfers: Sequence[PoolTransfer]) -> dict[str, list[bool]]:
+    return {transfer.name: [False] * len(transfer.keys or ()) for transfer in transfers}
+
+
+def _model_bag() -> dict[str, Any]:
+    """What SGLang's runtime context says about the model; empty outside a server.
+
+    Source: sglang.srt.runtime_context, the namespace ``model`` (ServerArgs, resolved).
+    """
+    names = ("model_path", "revision", "kv_cache_dtype", *_VARIANT_FIELDS)
+    try:
+        bag = runtime_context.get_model()
+    except ValueError:  # not published: a test, or a tool
+        return {}
+    return {name: getattr(bag, name, None) for name in names}
+
+
+def _kv_dtype(pool: Any, model: dict[str, Any]) -> str:
+    """The KV's type. Every FP8 kind is stored as uint8: there the setting says which it is."""
+    stored = str(pool.dtype).removeprefix("torch.")
+    setting = model.get("kv_cache_dtype")
+    return f"{setting} as {stored}" if stored == "uint8" and setting else stored

@@ -1,0 +1,145 @@
+"""The SGLang plugin: what is hooked, and why.
+
+SGLang loads it by the entry point ``sglang.srt.plugins`` in the launcher, every scheduler and its
+other processes, before arguments are parsed. SGLang only logs a plugin or hook that fails and goes
+on without it, so everything is checked here: what is to be hooked, before; that it is hooked, when
+the first hook runs. Without the hooks, the backend works through SGLang's own ``dynamic`` backend
+(README).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextvars
+import importlib
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from .errors import CacheStoreError, ConfigError
+
+logger = logging.getLogger("cachestore")
+
+NAME = "cachestore"
+_OPTION = "--hicache-storage-backend"
+
+_ADD_CLI_ARGS = "sglang.srt.server_args.ServerArgs.add_cli_args"
+_CREATE = "sglang.srt.mem_cache.storage.backend_factory.StorageBackendFactory._do_create_backend"
+_ATTACH = "sglang.srt.managers.cache_controller.HiCacheController.attach_storage_backend"
+
+# What each hook relies on: the parameters it uses, by name and in this order.
+_PARAMETERS = {
+    _ADD_CLI_ARGS: ["parser"],
+    _CREATE: ["backend_name", "storage_config", "mem_pool_host"],
+    _ATTACH: ["self", "storage_backend"],
+}
+
+INSTEAD = (
+    "this SGLang isn't one that CacheStore's plugin knows (0.5.23). Use SGLang's own way instead: "
+    "--hicache-storage-backend dynamic --hicache-storage-backend-extra-config "
+    '\'{"backend_name": "cachestore", "module_path": "cachestore_connector.backend", '
+    '"class_name": "CacheStore", "interface_v1": 1}\''
+)
+
+_attaching: contextvars.ContextVar[bool] = contextvars.ContextVar("attaching", default=False)
+
+
+def register() -> None:
+    """Register the hooks; called by SGLang. One loud error, and no hook, if one doesn't fit."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    misfits = [problem for target in _PARAMETERS if (problem := _misfit(target))]
+    if misfits:
+        logger.error("CacheStore: %s; %s", "; ".join(misfits), INSTEAD)
+        return
+    # argparse knows the names of SGLang's own backends only.
+    HookRegistry.register(_ADD_CLI_ARGS, _offer_choice, HookType.AFTER)
+    # The factory constructs its own names only, whatever is registered with it.
+    HookRegistry.register(_CREATE, _create_backend, HookType.AROUND)
+    # SGLang chooses the zero-copy calls (batch_get_v1, batch_set_v1) by the backend's name.
+    HookRegistry.register(_ATTACH, _attach, HookType.AROUND)
+
+
+def _offer_choice(result: Any, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
+    """After SGLang's: add our name to the choices of its option."""
+    _require_hooks()
+    for action in parser._actions:
+        if _OPTION in action.option_strings:
+            if action.choices is not None and NAME not in action.choices:
+                action.choices = [*action.choices, NAME]
+            return
+    raise CacheStoreError(f"CacheStore: SGLang has no option {_OPTION}; {INSTEAD}")
+
+
+def _create_backend(
+    original: Callable, cls: type, backend_name: str, storage_config: Any, pool: Any, **kwargs: Any
+) -> Any:
+    """Around SGLang's: construct our class for our name."""
+    if backend_name != NAME:
+        return original(cls, backend_name, storage_config, pool, **kwargs)
+    if not _attaching.get():
+        raise CacheStoreError(f"CacheStore: {_ATTACH} is not hooked; {INSTEAD}")
+    from .backend import CacheStore
+
+    return CacheStore(storage_config, pool)
+
+
+def _attach(
+    original: Callable, controller: Any, storage_backend: str, *args: Any, **kwargs: Any
+) -> Any:
+    """Around SGLang's: refuse what we can't serve, then choose the zero-copy calls."""
+    if storage_backend != NAME:
+        return original(controller, storage_backend, *args, **kwargs)
+    _require_hooks()
+    _refuse_side_pools(controller)
+    token = _attaching.set(True)
+    try:
+        result = original(controller, storage_backend, *args, **kwargs)
+    finally:
+        _attaching.reset(token)
+    controller.page_get_func = controller._page_get_zero_copy
+    controller.page_set_func = controller._page_set_zero_copy
+    return result
+
+
+def _refuse_side_pools(controller: Any) -> None:
+    """Refuse a model with pools beside KV here, where SGLang still takes it as a failed attach.
+
+    Later, when it registers them one by one, an exception leaves a half-attached server.
+    """
+    entries = getattr(controller.mem_pool_host, "entries", None) or ()
+    others = [str(entry.name) for entry in entries if str(entry.name) != "kv"]
+    if others:
+        raise ConfigError(
+            "hicache_storage_backend",
+            NAME,
+            "a model whose KV is one pool, for now",
+            hint="this model also has the host pools " + ", ".join(others),
+        )
+
+
+def _misfit(target: str) -> str | None:
+    """What is wrong with a target, or None."""
+    try:
+        function = _resolve(target)
+        parameters = [name for name in inspect.signature(function).parameters if name != "cls"]
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        return f"{target} can't be hooked ({error})"
+    expected = _PARAMETERS[target]
+    if parameters[: len(expected)] != expected:
+        return f"{target} takes {parameters}, not {expected} first"
+    return None
+
+
+def _require_hooks() -> None:
+    """Raise unless every hook of ours is in place."""
+    missing = [target for target in _PARAMETERS if not hasattr(_resolve(target), "__wrapped__")]
+    if missing:
+        raise CacheStoreError(f"CacheStore: {', '.join(missing)} not hooked; {INSTEAD}")
+
+
+def _resolve(target: str) -> Any:
+    """The function at a dotted path ``package.module.Class.method``."""
+    module_name, class_name, method = target.rsplit(".", 2)
+    return getattr(getattr(importlib.import_module(module_name), class_name), method)

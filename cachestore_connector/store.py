@@ -1,0 +1,253 @@
+"""The native store's handle: open, lookups, loads, dumps, counters, close.
+
+Everything here speaks block ids, addresses and sizes; page keys, host pools and SGLang are
+further up. Safe to call from any thread; the interpreter lock is released while native code runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ._ffi import ffi, lib
+from .errors import Code, StoreClosed, check
+
+BLOCK_ID_BYTES = 16
+_ZERO_COPY = {"auto": 0, "always": 1, "never": 2}
+_EVENT_TEXT_BYTES = 4096
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StoreOptions:
+    """What a native store is opened with; checked there, field by field.
+
+    ``tensor_sizes``, ``shard_size``, ``block_size``: bytes. ``identity_fingerprint``: 32 bytes.
+    The rest as in `cachestore_connector.config.Config`.
+    """
+
+    pipeline: str
+    storage_backends: Sequence[str]
+    identity_name: str
+    identity_manifest: str
+    identity_fingerprint: bytes
+    tensor_sizes: Sequence[int]
+    shard_size: int
+    block_size: int
+    posix_load_worker_number: int
+    posix_dump_worker_number: int
+    posix_queue_depth: int
+    io_direct: bool
+    posix_zero_copy: str
+    timeout_ms: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """Something that happened in the background. ``level``: a `logging` level number."""
+
+    level: int
+    text: str
+
+
+_LEVELS = {0: 20, 1: 30, 2: 40}  # cs_event_level -> logging's INFO, WARNING, ERROR
+
+
+class Store:
+    """An open native store. `close` ends it; after that every call raises `StoreClosed`."""
+
+    def __init__(self, options: StoreOptions) -> None:
+        """Open it. Raises `StoreError` with the field that is wrong or the failing system call."""
+        self._options = options
+        self._condition = threading.Condition()
+        self._inside = 0  # calls that hold the handle; guarded by _condition
+        self._handle: Any = None  # None once closing; guarded by _condition
+        out = ffi.new("cs_store **")
+        config, alive = _native_config(options)
+        _check(lib.cs_open(config, out))
+        del alive
+        self._handle = out[0]
+
+    @property
+    def tensor_count(self) -> int:
+        """Tensors of one shard."""
+        return len(self._options.tensor_sizes)
+
+    @contextlib.contextmanager
+    def _call(self) -> Iterator[Any]:
+        """The handle, which stays valid inside the block."""
+        with self._condition:
+            if self._handle is None:
+                raise StoreClosed("the store is closed", Code.CLOSED)
+            handle = self._handle
+            self._inside += 1
+        try:
+            yield handle
+        finally:
+            with self._condition:
+                self._inside -= 1
+                if self._inside == 0:
+                    self._condition.notify_all()
+
+    def lookup(self, block_ids: bytes) -> list[bool]:
+        """Whether each block is stored. ``block_ids``: 16 bytes each, one after another."""
+        count = _count(block_ids)
+        present = ffi.new("uint8_t[]", count)
+        with self._call() as handle:
+            _check(lib.cs_lookup(handle, count, ffi.from_buffer(block_ids), present))
+        return [byte == 1 for byte in ffi.unpack(present, count)] if count else []
+
+    def lookup_prefix(self, block_ids: bytes) -> int:
+        """How many of the first blocks are stored without a gap."""
+        length = ffi.new("size_t *")
+        with self._call() as handle:
+            count = _count(block_ids)
+            _check(lib.cs_lookup_prefix(handle, count, ffi.from_buffer(block_ids), length))
+        return length[0]
+
+    def load(self, block_ids: bytes, addresses: Any, sizes: Any) -> list[int]:
+        """Read blocks of one shard into memory; one `Code` a block, in order.
+
+        ``addresses``, ``sizes``: buffers of native uint64, one a tensor, block after block. The
+        memory must stay valid until this returns; it isn't written afterwards. A request of more
+        blocks than ``posix_queue_depth`` goes in pieces; one that finds the queue full ends with
+        `Code.REFUSED` for each of its blocks. Takes at most ``timeout_ms`` for each piece, but
+        for I/O on a local filesystem, which is waited for.
+        """
+        return self._transfer(lib.cs_load, block_ids, addresses, sizes)
+
+    def dump(self, block_ids: bytes, addresses: Any, sizes: Any) -> list[int]:
+        """Store blocks of one shard from memory, as `load` does the reverse."""
+        return self._transfer(lib.cs_dump, block_ids, addresses, sizes)
+
+    def _transfer(self, start: Any, block_ids: bytes, addresses: Any, sizes: Any) -> list[int]:
+        count = _count(block_ids)
+        ids = ffi.from_buffer("uint8_t[]", block_ids)
+        where = ffi.from_buffer("uint64_t[]", addresses)
+        lengths = ffi.from_buffer("uint64_t[]", sizes)
+        tensors = self.tensor_count
+        if len(where) != count * tensors or len(lengths) < count * tensors:
+            raise ValueError(
+                f"{count} blocks of {tensors} tensors need {count * tensors} addresses and sizes, "
+                f"got {len(where)} and {len(lengths)}"
+            )
+        results: list[int] = []
+        piece = self._options.posix_queue_depth
+        for first in range(0, count, piece):
+            n = min(piece, count - first)
+            batch = ffi.new(
+                "cs_batch *",
+                {
+                    "n": n,
+                    "block_ids": ids + BLOCK_ID_BYTES * first,
+                    "m": tensors,
+                    "addresses": where + tensors * first,
+                    "sizes": lengths + tensors * first,
+                },
+            )
+            results += self._run(start, batch, n)
+        return results
+
+    def _run(self, start: Any, batch: Any, n: int) -> list[int]:
+        task = ffi.new("cs_task *")
+        codes = ffi.new("int32_t[]", n)
+        with self._call() as handle:
+            started = start(handle, batch, task)
+            if started in (Code.REFUSED, Code.CLOSED):
+                return [int(started)] * n
+            _check(started)
+            _check(lib.cs_wait(handle, task[0], self._options.timeout_ms, codes, n))
+        return ffi.unpack(codes, n)
+
+    def clear(self) -> None:
+        """Forget every block of this store's identity. Raises `StoreError` if a directory can't."""
+        with self._call() as handle:
+            _check(lib.cs_clear(handle))
+
+    def stats(self) -> dict[str, int]:
+        """The native counters (``cs_stats``) by name, since the store was opened."""
+        stats = ffi.new("cs_stats *")
+        with self._call() as handle:
+            _check(lib.cs_get_stats(handle, stats))
+        return {name: getattr(stats, name) for name, _ in ffi.typeof("cs_stats").fields}
+
+    def events(self) -> list[Event]:
+        """What happened in the background since the last call, oldest first; bounded."""
+        text = ffi.new("char[]", _EVENT_TEXT_BYTES)
+        level = ffi.new("int32_t *")
+        events = []
+        with self._call() as handle:
+            while lib.cs_next_event(handle, text, _EVENT_TEXT_BYTES, level):
+                decoded = ffi.string(text).decode("utf-8", "replace")
+                events.append(Event(_LEVELS.get(level[0], 40), decoded))
+        return events
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        with self._condition:
+            return self._handle is None
+
+    def close(self) -> None:
+        """End it: what is running completes, what is queued fails, threads are joined.
+
+        Waits for calls of other threads to leave, which the store makes them do. A second call
+        does nothing.
+        """
+        with self._condition:
+            handle, self._handle = self._handle, None
+        if handle is None:
+            return
+        lib.cs_shutdown(handle)
+        with self._condition:
+            self._condition.wait_for(lambda: self._inside == 0)
+        lib.cs_close(handle)
+
+
+def crc32c(data: bytes, seed: int = 0) -> int:
+    """The checksum of the block format (CRC-32C) of ``data`` after bytes whose sum is ``seed``."""
+    return lib.cs_crc32c(seed, ffi.from_buffer(data), len(data))
+
+
+def _native_config(options: StoreOptions) -> tuple[Any, list[Any]]:
+    """A cs_config, and what its pointers point into: keep that alive as long."""
+    strings = [ffi.new("char[]", path.encode("utf-8", "surrogateescape"))
+               for path in options.storage_backends]  # fmt: skip
+    pipeline = ffi.new("char[]", options.pipeline.encode())
+    backends = ffi.new("char *[]", strings)
+    name = ffi.new("char[]", options.identity_name.encode())
+    manifest = ffi.new("char[]", options.identity_manifest.encode("utf-8", "surrogateescape"))
+    sizes = ffi.new("uint64_t[]", list(options.tensor_sizes))
+    config = ffi.new("cs_config *")
+    config.struct_size = ffi.sizeof("cs_config")
+    config.pipeline = pipeline
+    config.storage_backends = backends
+    config.storage_backend_count = len(strings)
+    config.identity_name = name
+    config.identity_manifest = manifest
+    config.identity_fingerprint = options.identity_fingerprint
+    config.tensor_sizes = sizes
+    config.tensor_count = len(options.tensor_sizes)
+    config.shard_size = options.shard_size
+    config.block_size = options.block_size
+    config.posix_load_worker_number = options.posix_load_worker_number
+    config.posix_dump_worker_number = options.posix_dump_worker_number
+    config.posix_queue_depth = options.posix_queue_depth
+    config.io_direct = int(options.io_direct)
+    config.posix_zero_copy = _ZERO_COPY[options.posix_zero_copy]
+    config.timeout_ms = options.timeout_ms
+    return config, [strings, pipeline, backends, name, manifest, sizes]
+
+
+def _count(block_ids: bytes) -> int:
+    count, rest = divmod(len(block_ids), BLOCK_ID_BYTES)
+    if rest:
+        raise ValueError(f"block_ids has {len(block_ids)} bytes, not a multiple of 16")
+    return count
+
+
+def _check(code: int) -> None:
+    if code != Code.OK:
+        check(code, ffi.string(lib.cs_last_error()).decode("utf-8", "replace"))
