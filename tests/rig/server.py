@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import psutil
 import requests
@@ -154,7 +154,7 @@ class Server:
 
     # -- life ------------------------------------------------------------------------------------
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Server":
         try:
             self.start()
         except BaseException:
