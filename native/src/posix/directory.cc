@@ -6,6 +6,9 @@
 namespace cachestore {
 namespace {
 
+// Of what another process or thread can undo between two steps of ours.
+constexpr int kTries = 8;
+
 std::string Hex(const BlockId& block) {
   static constexpr char kDigits[] = "0123456789abcdef";
   std::string text;
@@ -106,7 +109,7 @@ Status Directory::MakeTemporaryDirectory() {
   // A cleaner of another process may get between our steps and remove the
   // directory: a few tries are always enough.
   Status made;
-  for (int tries = 0; tries < 8; ++tries) {
+  for (int tries = 0; tries < kTries; ++tries) {
     made = env_.MakeDirectories(path);
     if (!made.ok()) continue;
     if (HoldsLock(path)) return Status::Ok();  // another thread was faster
@@ -135,10 +138,14 @@ bool Directory::HoldsLock(const std::string& path) {
 Status Directory::Publish(const std::string& temporary, const BlockId& block) {
   const std::string path = BlockPath(block);
   Status moved = env_.Rename(temporary, path);
-  if (moved.code() != CS_NOT_FOUND) return moved;
-  // The fan-out directory isn't there yet, or was deleted.
-  const Status made = env_.MakeDirectories(path.substr(0, path.find_last_of('/')));
-  return made.ok() ? env_.Rename(temporary, path) : made;
+  // The fan-out directory isn't there yet, or was deleted. A clear can take it
+  // away again between our steps: a few tries are always enough.
+  for (int tries = 0; tries < kTries && moved.code() == CS_NOT_FOUND; ++tries) {
+    const Status made = env_.MakeDirectories(path.substr(0, path.find_last_of('/')));
+    if (!made.ok() && made.code() != CS_NOT_FOUND) return made;
+    moved = env_.Rename(temporary, path);
+  }
+  return moved;
 }
 
 Status Directory::WriteManifest() {
