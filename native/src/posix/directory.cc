@@ -163,15 +163,28 @@ Status Directory::WriteManifest() {
 }
 
 Status Directory::MoveBlocksToTrash() {
-  if (Status made = env_.MakeDirectories(base_ + "/trash"); !made.ok()) return made;
-  const Status moved = env_.Rename(base_ + "/blocks", base_ + "/trash/" + env_.UniqueName());
-  return moved.code() == CS_NOT_FOUND ? Status::Ok() : moved;
+  Status moved;
+  for (int tries = 0; tries < kTries; ++tries) {
+    if (Status made = env_.MakeDirectories(base_ + "/trash"); !made.ok()) return made;
+    moved = env_.Rename(base_ + "/blocks", base_ + "/trash/" + env_.UniqueName());
+    if (moved.code() != CS_NOT_FOUND) return moved;
+    // Which of the two isn't there?
+    if (env_.Stat(base_ + "/blocks").status().code() == CS_NOT_FOUND) return Status::Ok();
+  }
+  return moved;
 }
 
 void Directory::RemoveTrash(const std::function<bool()>& stop) {
-  const Status removed = env_.RemoveTree(base_ + "/trash", stop);
-  if (!removed.ok() && removed.code() != CS_CLOSED) {
-    events_.Add(CS_EVENT_WARNING, "removing cleared blocks: " + removed.text());
+  // What is in trash/, not trash/ itself: a clear may be moving blocks there.
+  const Result<std::vector<std::string>> cleared = env_.List(base_ + "/trash");
+  if (cleared.ok()) {
+    for (const std::string& name : cleared.value()) {
+      const Status removed = env_.RemoveTree(base_ + "/trash/" + name, stop);
+      if (removed.code() == CS_CLOSED) return;
+      if (!removed.ok()) {
+        events_.Add(CS_EVENT_WARNING, "removing cleared blocks: " + removed.text());
+      }
+    }
   }
   const Result<std::vector<std::string>> instances = env_.List(base_ + "/tmp");
   if (!instances.ok()) return;
