@@ -192,18 +192,35 @@ void Directory::RemoveTrash(const std::function<bool()>& stop) {
     if (instance == instance_) continue;
     const std::string path = base_ + "/tmp/" + instance;
     // Whoever gets the lock has proof that the writer is gone. A directory
-    // without a lock file may be one just being made: left for the next time.
+    // without a lock file is one just being made, or was left by a maker that
+    // died there.
     const Result<Fd> locked = env_.OpenLocked(path + "/lock", /*create=*/false);
-    if (!locked.ok()) continue;
+    if (!locked.ok()) {
+      // Nothing but an empty one: its maker makes it again.
+      if (locked.status().code() == CS_NOT_FOUND) (void)env_.RemoveDirectory(path);
+      continue;
+    }
     const FileCloser holder(env_, locked.value());
-    if (!env_.RemoveTree(path, stop).ok()) continue;
+    if (!RemoveInstance(path, stop).ok()) continue;
     events_.Add(CS_EVENT_INFO, "removed what a store that is gone was writing: " + path);
   }
 }
 
+// The lock file goes last: should this end half-way, whoever cleans up next
+// still has the proof that it may.
+Status Directory::RemoveInstance(const std::string& path, const std::function<bool()>& stop) {
+  const Result<std::vector<std::string>> names = env_.List(path);
+  if (!names.ok()) return names.status();
+  for (const std::string& name : names.value()) {
+    if (stop()) return {CS_CLOSED, "stopped while removing " + path};
+    if (name != "lock") (void)env_.Unlink(path + "/" + name);
+  }
+  return env_.RemoveTree(path, stop);
+}
+
 void Directory::Close() {
   const std::lock_guard lock(mutex_);
-  (void)env_.RemoveTree(base_ + "/tmp/" + instance_, [] { return false; });
+  (void)RemoveInstance(base_ + "/tmp/" + instance_, [] { return false; });
   lock_.Reset();
 }
 

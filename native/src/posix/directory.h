@@ -73,6 +73,7 @@ class Directory {
  private:
   Status WriteManifest();
   bool HoldsLock(const std::string& path);  // with mutex_ held
+  Status RemoveInstance(const std::string& path, const std::function<bool()>& stop);
 
   Env& env_;
   EventRing& events_;
