@@ -213,7 +213,9 @@ Status Directory::RemoveInstance(const std::string& path, const std::function<bo
   if (!names.ok()) return names.status();
   for (const std::string& name : names.value()) {
     if (stop()) return {CS_CLOSED, "stopped while removing " + path};
-    if (name != "lock") (void)env_.Unlink(path + "/" + name);
+    if (name == "lock") continue;
+    const Status removed = env_.Unlink(path + "/" + name);
+    if (!removed.ok() && removed.code() != CS_NOT_FOUND) return removed;
   }
   return env_.RemoveTree(path, stop);
 }
