@@ -335,9 +335,7 @@ void ShardIo::EndShard(Request& request, size_t shard, Directory& directory, Blo
     return;
   }
   const BlockId& id = request.batch().blocks[shard];
-  const auto finish = [&](Code code) {
-    for (const size_t each : block.shards) request.Finish(each, code);
-  };
+  const auto finish = [&](Code code) { return request.FinishAll(block.shards, code); };
   if (block.existing.load(std::memory_order_relaxed)) {
     existing_.fetch_add(block.shards.size(), std::memory_order_relaxed);
     RemoveTemporary(block);
@@ -367,8 +365,7 @@ void ShardIo::EndShard(Request& request, size_t shard, Directory& directory, Blo
     finish(published.code() == CS_NOT_FOUND ? CS_IO : published.code());
     return;
   }
-  finish(CS_OK);
-  if (request.left_behind(shard)) TakeBack(directory.BlockPath(id), written);
+  if (finish(CS_OK) == 0) TakeBack(directory.BlockPath(id), written);
 }
 
 void ShardIo::WriteRecord(const BlockId& id, Directory& directory, BlockWrite& block,

@@ -71,6 +71,22 @@ bool Request::Finish(size_t shard, Code code) {
   return true;
 }
 
+size_t Request::FinishAll(std::span<const size_t> shards, Code code) {
+  const std::lock_guard lock(mutex_);
+  size_t ended = 0;
+  for (const size_t shard : shards) {
+    if (shards_[shard].phase == Phase::kDone) continue;
+    End(shard, code);
+    ++ended;
+  }
+  return ended;
+}
+
+Code Request::result(size_t shard) {
+  const std::lock_guard lock(mutex_);
+  return results_[shard];
+}
+
 void Request::EndQueued(size_t shard, Code code) {
   const std::lock_guard lock(mutex_);
   if (shards_[shard].phase == Phase::kQueued) End(shard, code);

@@ -76,6 +76,11 @@ class Request {
   [[nodiscard]] bool BeginPublish(std::span<const size_t> shards, size_t runner, bool sure);
   // False: Cancel was first, and `code` is without effect.
   bool Finish(size_t shard, Code code);
+  // The same for all shards of a block, at once: no Cancel comes between. How
+  // many of them it ended; 0: Cancel was first.
+  size_t FinishAll(std::span<const size_t> shards, Code code);
+  // The code of a shard that has ended.
+  Code result(size_t shard);
   // Whether Cancel counted this shard's worker as left behind.
   bool left_behind(size_t shard);
 
