@@ -345,19 +345,22 @@ void ShardIo::EndShard(Request& request, size_t shard, Directory& directory, Blo
   if (block.failure.load(std::memory_order_relaxed) == CS_OK && geometry_.shards() > 1) {
     WriteRecord(id, directory, block, scratch);
   }
+  // To know it again, should the waiter give up while it is being renamed.
+  const bool sure = directory.zero_copy();
+  Result<FileInfo> written{FileInfo{}};
+  if (!sure && block.failure.load(std::memory_order_relaxed) == CS_OK) {
+    written = env_.Stat(block.temporary);
+    if (!written.ok()) SetOnce(block.failure, CS_IO);
+  }
   if (const Code failure = block.failure.load(std::memory_order_relaxed); failure != CS_OK) {
     RemoveTemporary(block);
     finish(failure);
     return;
   }
-  const bool sure = directory.zero_copy();
   if (!request.BeginPublish(block.shards, shard, sure)) {
     RemoveTemporary(block);
     return;
   }
-  // Needed only where the waiter may give up while the file is being renamed.
-  const Result<FileInfo> written =
-      sure ? Result<FileInfo>(FileInfo{}) : env_.Stat(block.temporary);
   const Status published = directory.Publish(block.temporary, id);
   if (!published.ok()) {
     events_.Add(CS_EVENT_WARNING, "publishing a block: " + published.text());
@@ -365,7 +368,7 @@ void ShardIo::EndShard(Request& request, size_t shard, Directory& directory, Blo
     finish(published.code() == CS_NOT_FOUND ? CS_IO : published.code());
     return;
   }
-  if (finish(CS_OK) == 0) TakeBack(directory.BlockPath(id), written);
+  if (finish(CS_OK) == 0) TakeBack(directory.BlockPath(id), written.value());
 }
 
 void ShardIo::WriteRecord(const BlockId& id, Directory& directory, BlockWrite& block,
@@ -387,10 +390,10 @@ void ShardIo::RemoveTemporary(const BlockWrite& block) {
 
 // The waiter was told that the dump failed while the rename hung: lookups must
 // say the same. If the name is somebody else's by now, it stays.
-void ShardIo::TakeBack(const std::string& path, const Result<FileInfo>& written) {
+void ShardIo::TakeBack(const std::string& path, const FileInfo& written) {
   const Result<FileInfo> there = env_.Stat(path);
-  if (there.ok() && written.ok() && there.value().device == written.value().device &&
-      there.value().inode == written.value().inode) {
+  if (there.ok() && there.value().device == written.device &&
+      there.value().inode == written.inode) {
     (void)env_.Unlink(path);
   }
 }

@@ -80,7 +80,7 @@ class ShardIo {
   void WriteRecord(const BlockId& id, Directory& directory, BlockWrite& block,
                    WorkerPool::Scratch& scratch);
   void RemoveTemporary(const BlockWrite& block);
-  void TakeBack(const std::string& path, const Result<FileInfo>& written);
+  void TakeBack(const std::string& path, const FileInfo& written);
 
   bool IsAligned(std::span<uint8_t* const> tensors) const;
 
