@@ -337,9 +337,11 @@ void ShardIo::EndShard(Request& request, size_t shard, Directory& directory, Blo
   const BlockId& id = request.batch().blocks[shard];
   const auto finish = [&](Code code) { return request.FinishAll(block.shards, code); };
   if (block.existing.load(std::memory_order_relaxed)) {
-    existing_.fetch_add(block.shards.size(), std::memory_order_relaxed);
     RemoveTemporary(block);
-    finish(CS_OK);
+    // Counted before the waiter can look, and only what wasn't given up.
+    const size_t shards = block.shards.size();
+    existing_.fetch_add(shards, std::memory_order_relaxed);
+    existing_.fetch_sub(shards - finish(CS_OK), std::memory_order_relaxed);
     return;
   }
   if (block.failure.load(std::memory_order_relaxed) == CS_OK && geometry_.shards() > 1) {
