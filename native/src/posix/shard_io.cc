@@ -252,6 +252,8 @@ void ShardIo::Dump(Request& request, size_t shard, WorkerPool::Scratch& scratch)
     } else if (block.failure.load(std::memory_order_relaxed) == CS_OK) {
       WriteShard(request, shard, directory, block, {direct, zero_copy}, scratch);
     }
+  } else {
+    SetOnce(block.failure, request.result(shard));
   }
   EndShard(request, shard, directory, block, scratch);
 }
@@ -269,11 +271,11 @@ void ShardIo::WriteShard(Request& request, size_t shard, Directory& directory, B
   std::vector<uint8_t*> bounced;
   if (!how.zero_copy) {
     bounced = Consecutive(geometry_, large);
-    if (!request.StartTouching(shard)) return;
+    if (!request.StartTouching(shard)) return SetOnce(block.failure, request.result(shard));
     for (size_t i = 0; i < source.size(); ++i) {
       std::memcpy(bounced[i], source[i], geometry_.tensor_sizes[i]);
     }
-    if (!request.StopTouching(shard)) return;
+    if (!request.StopTouching(shard)) return SetOnce(block.failure, request.result(shard));
   }
   Transfer transfer{directory,
                     batch.blocks[shard],
