@@ -300,8 +300,12 @@ void PosixTier::Stop() {
   for (WorkerPool* pool : {&load_pool_, &dump_pool_, aside_pool_.get(), &cleaning_pool_}) {
     if (pool == nullptr) continue;
     for (const WorkerPool::Job& job : pool->Close()) {
-      if (job.owner != nullptr) {
-        static_cast<Request*>(job.owner.get())->EndQueued(job.index, CS_CLOSED);
+      if (job.owner == nullptr) continue;  // cleaning
+      Request& request = *static_cast<Request*>(job.owner.get());
+      if (pool == &dump_pool_) {
+        core_->io->DropDump(request, job.index, CS_CLOSED);
+      } else {
+        request.EndQueued(job.index, CS_CLOSED);
       }
     }
   }

@@ -329,6 +329,16 @@ Status ShardIo::WriteParts(Directory& directory, BlockWrite& block, bool direct,
   return file.Close();
 }
 
+void ShardIo::DropDump(Request& request, size_t shard, Code code) {
+  BlockWrite& block = *static_cast<BlockWrites*>(request.tier_data())->block_of[shard];
+  SetOnce(block.failure, code);
+  request.EndQueued(shard, code);
+  // What was written goes with the directory of temporary files.
+  if (block.remaining.fetch_sub(1, std::memory_order_acq_rel) == 1) {
+    request.FinishAll(block.shards, code);
+  }
+}
+
 // Counts this shard as over; the block's last one decides about the block.
 void ShardIo::EndShard(Request& request, size_t shard, Directory& directory, BlockWrite& block,
                        WorkerPool::Scratch& scratch) {

@@ -57,6 +57,9 @@ class ShardIo {
   void Load(Request& request, size_t shard, WorkerPool::Scratch& scratch);
   void Dump(Request& request, size_t shard, WorkerPool::Scratch& scratch);
 
+  // For a dump's job that will never run: its block fails with `code`. No I/O.
+  void DropDump(Request& request, size_t shard, Code code);
+
   // Shards that a dump found stored already.
   uint64_t existing() const { return existing_.load(std::memory_order_relaxed); }
 
