@@ -167,19 +167,21 @@ std::vector<WorkerPool::Job> WorkerPool::Close() {
 bool WorkerPool::Join(std::chrono::milliseconds patience) {
   std::vector<State::Worker> threads;
   std::vector<bool> ended;
+  bool all = false;
   {
     std::unique_lock lock(state_->mutex);
-    state_->worker_ended.wait_for(lock, patience, [&] { return state_->alive == 0; });
+    // No threads, yet some alive: an earlier call has left them behind.
+    state_->worker_ended.wait_for(
+        lock, patience, [&] { return state_->alive == 0 || state_->threads.empty(); });
+    all = state_->alive == 0;
     threads.swap(state_->threads);
     for (const State::Worker& worker : threads) ended.push_back(*worker.ended);
   }
-  bool all = true;
   for (size_t i = 0; i < threads.size(); ++i) {
     if (ended[i]) {
       threads[i].thread.join();
     } else {
       threads[i].thread.detach();
-      all = false;
     }
   }
   return all;

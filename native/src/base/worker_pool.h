@@ -55,7 +55,8 @@ class WorkerPool {
   // Takes no more jobs; returns the queued ones.
   std::vector<Job> Close();
   // After Close: waits for the running jobs. Workers still running after
-  // `patience` are left behind; false if there were any.
+  // `patience` are left behind; false if any are running now. Once workers
+  // are left behind, further calls don't wait.
   bool Join(std::chrono::milliseconds patience);
 
  private:

@@ -312,10 +312,14 @@ void PosixTier::Stop() {
 }
 
 void PosixTier::Close() {
-  bool all = cleaning_pool_.Join(kJoinPatience);
-  all = load_pool_.Join(kJoinPatience) && all;
-  all = dump_pool_.Join(kJoinPatience) && all;
-  if (aside_pool_ != nullptr) all = aside_pool_->Join(kJoinPatience) && all;
+  const auto deadline = Request::Clock::now() + kJoinPatience;
+  bool all = true;
+  for (WorkerPool* pool : {&load_pool_, &dump_pool_, aside_pool_.get(), &cleaning_pool_}) {
+    if (pool == nullptr) continue;
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline -
+                                                                   Request::Clock::now());
+    all = pool->Join(std::max(left, std::chrono::milliseconds(0))) && all;
+  }
   // With a worker left behind, its directory may hang us too: what it was
   // writing is removed by whoever opens the store next.
   if (!all) return;
