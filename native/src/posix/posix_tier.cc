@@ -144,9 +144,10 @@ void PosixTier::Lookup(std::span<const BlockId> blocks, std::span<uint8_t> prese
       hits += present[i];
     }
   } else {
+    const auto deadline = Request::Clock::now() + timeout_;
     for (size_t from = 0; from < blocks.size(); from += kAsidePiece) {
       const auto piece = blocks.subspan(from, std::min(kAsidePiece, blocks.size() - from));
-      hits += LookupAside(piece, present.subspan(from, piece.size()));
+      hits += LookupAside(piece, present.subspan(from, piece.size()), deadline);
     }
   }
   core_->lookups.fetch_add(blocks.size(), std::memory_order_relaxed);
@@ -158,11 +159,12 @@ size_t PosixTier::LookupPrefix(std::span<const BlockId> blocks) {
   if (aside_pool_ == nullptr) {
     while (length < blocks.size() && core_->io->Exists(blocks[length])) ++length;
   } else {
+    const auto deadline = Request::Clock::now() + timeout_;
     std::vector<uint8_t> present(kAsidePiece);
     bool gap = false;
     while (!gap && length < blocks.size()) {
       const auto piece = blocks.subspan(length, std::min(kAsidePiece, blocks.size() - length));
-      LookupAside(piece, std::span(present).first(piece.size()));
+      LookupAside(piece, std::span(present).first(piece.size()), deadline);
       const auto end = present.begin() + static_cast<std::ptrdiff_t>(piece.size());
       const auto hits = static_cast<size_t>(std::find(present.begin(), end, 0) - present.begin());
       gap = hits < piece.size();
@@ -174,11 +176,16 @@ size_t PosixTier::LookupPrefix(std::span<const BlockId> blocks) {
   return length;
 }
 
-uint64_t PosixTier::LookupAside(std::span<const BlockId> blocks, std::span<uint8_t> present) {
+uint64_t PosixTier::LookupAside(std::span<const BlockId> blocks, std::span<uint8_t> present,
+                                Request::Clock::time_point deadline) {
+  if (Request::Clock::now() >= deadline) {
+    std::fill(present.begin(), present.end(), uint8_t{0});
+    return 0;
+  }
   Batch batch;
   batch.blocks.assign(blocks.begin(), blocks.end());
   const auto request = std::make_shared<Request>(std::move(batch));
-  RunAside(request);
+  RunAside(request, deadline);
   uint64_t hits = 0;
   for (size_t i = 0; i < blocks.size(); ++i) {
     present[i] = request->results()[i] == CS_OK ? 1 : 0;
@@ -187,8 +194,8 @@ uint64_t PosixTier::LookupAside(std::span<const BlockId> blocks, std::span<uint8
   return hits;
 }
 
-void PosixTier::RunAside(const std::shared_ptr<Request>& request) {
-  const auto deadline = Request::Clock::now() + timeout_;
+void PosixTier::RunAside(const std::shared_ptr<Request>& request,
+                         Request::Clock::time_point deadline) {
   if (Submit(*aside_pool_, request).ok() && request->WaitUntil(deadline)) return;
   aside_pool_->Remove(request.get());
   aside_pool_->NoteStuck(request->Cancel(CS_TIMEOUT));
@@ -254,7 +261,7 @@ Status PosixTier::Clear() {
   const auto request = std::make_shared<Request>(std::move(batch));
   request->Prepare({}, core_);
   if (aside_pool_ != nullptr) {
-    RunAside(request);
+    RunAside(request, Request::Clock::now() + timeout_);
   } else {
     for (size_t i = 0; i < directories.size(); ++i) core_->RunAside(*request, i);
   }

@@ -60,9 +60,10 @@ class PosixTier final : public Tier {
   Status Start(Direction& direction, WorkerPool& pool, const std::shared_ptr<Request>& request,
                std::shared_ptr<void> tier_data);
   Status Submit(WorkerPool& pool, const std::shared_ptr<Request>& request);
-  uint64_t LookupAside(std::span<const BlockId> blocks, std::span<uint8_t> present);
-  // Runs a request of lookups or clears to its end or the timeout.
-  void RunAside(const std::shared_ptr<Request>& request);
+  uint64_t LookupAside(std::span<const BlockId> blocks, std::span<uint8_t> present,
+                       Request::Clock::time_point deadline);
+  // Runs a request of lookups or clears to its end or the deadline.
+  void RunAside(const std::shared_ptr<Request>& request, Request::Clock::time_point deadline);
   void CleanUp();
 
   const std::shared_ptr<Core> core_;
