@@ -45,6 +45,25 @@ class Store::Call {
   bool inside_;
 };
 
+// A task between its entry into the table and the tier's answer.
+class Store::Starting {
+ public:
+  Starting(Store& store, cs_task task) : store_(store), task_(task) {}
+  Starting(const Starting&) = delete;
+  Starting& operator=(const Starting&) = delete;
+  ~Starting() {
+    const std::lock_guard lock(store_.mutex_);
+    if (!keep_) store_.tasks_.erase(task_);
+    if (--store_.starting_ == 0) store_.call_over_.notify_all();
+  }
+  void Keep() { keep_ = true; }
+
+ private:
+  Store& store_;
+  const cs_task task_;
+  bool keep_ = false;
+};
+
 Result<std::unique_ptr<Store>> Store::Open(const cs_config& config, Env& env) {
   auto events = std::make_shared<EventRing>();
   Result<std::unique_ptr<Tier>> tier = OpenPipeline(config, env, events);
@@ -122,7 +141,7 @@ Result<cs_task> Store::Start(const cs_batch& batch,
   Result<Batch> copy = BatchOf(batch);
   if (!copy.ok()) return copy.status();
   const auto request = std::make_shared<Request>(std::move(copy.value()));
-  // In the table before it starts, so that Close can't miss it.
+  // In the table before it starts: there it can't fail any more.
   cs_task task = 0;
   {
     const std::lock_guard lock(mutex_);
@@ -131,13 +150,14 @@ Result<cs_task> Store::Start(const cs_batch& batch,
     }
     task = next_task_++;
     tasks_.emplace(task, request);
+    ++starting_;
   }
-  if (request->size() == 0) return task;
-  Status started = (tier_.get()->*start)(request);
-  if (started.ok()) return task;
-  const std::lock_guard lock(mutex_);
-  tasks_.erase(task);
-  return started;
+  Starting starting(*this, task);
+  if (request->size() > 0) {
+    if (Status started = (tier_.get()->*start)(request); !started.ok()) return started;
+  }
+  starting.Keep();
+  return task;
 }
 
 Status Store::Wait(cs_task task, std::chrono::milliseconds timeout, std::span<int32_t> results) {
@@ -186,16 +206,19 @@ cs_stats Store::Stats() {
 }
 
 void Store::Shutdown() {
+  // Inside, for a Close that comes meanwhile.
+  const Call call(*this, Call::When::kAlways);
   {
     const std::lock_guard lock(mutex_);
     if (std::exchange(closing_, true)) return;
   }
   tier_->Stop();
-  // A call that was inside may still have started a request after this copy
-  // of the table; the tier has refused it.
   std::vector<std::shared_ptr<Request>> unfinished;
   {
-    const std::lock_guard lock(mutex_);
+    // A call that was inside may still be starting a request: the table is
+    // whole once the tier, which never blocks, has accepted or refused it.
+    std::unique_lock lock(mutex_);
+    call_over_.wait(lock, [&] { return starting_ == 0; });
     for (const auto& [task, request] : tasks_) unfinished.push_back(request);
   }
   const auto deadline = Request::Clock::now() + std::min(timeout_, kClosePatience);

@@ -41,7 +41,8 @@ class Store {
   void Close();
 
  private:
-  class Call;  // counts a thread as inside, unless the store is closing
+  class Call;      // counts a thread as inside, unless the store is closing
+  class Starting;  // counts a task as one that the tier hasn't answered for
 
   Store(std::unique_ptr<Tier> tier, Geometry geometry, std::shared_ptr<EventRing> events,
         std::chrono::milliseconds timeout);
@@ -61,6 +62,7 @@ class Store {
   std::mutex mutex_;  // guards all below
   std::condition_variable call_over_;
   size_t calls_inside_ = 0;
+  size_t starting_ = 0;
   bool closing_ = false;
   cs_task next_task_ = 1;
   std::unordered_map<cs_task, std::shared_ptr<Request>> tasks_;
