@@ -8,8 +8,8 @@
 
 #include <cstring>
 
-#define CACHESTORE_TARGET_SSE42 __attribute__((target("sse4.2,pclmul")))
-#define CACHESTORE_TARGET_AVX512 __attribute__((target("sse4.2,pclmul,avx512f,vpclmulqdq")))
+#define CACHESTORE_TARGET_SSE42 __attribute__((target("sse4.2,crc32,pclmul")))
+#define CACHESTORE_TARGET_AVX512 __attribute__((target("sse4.2,crc32,pclmul,avx512f,vpclmulqdq")))
 
 namespace cachestore::crc32c {
 namespace {
