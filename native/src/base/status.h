@@ -2,6 +2,7 @@
 #ifndef CACHESTORE_BASE_STATUS_H_
 #define CACHESTORE_BASE_STATUS_H_
 
+#include <new>
 #include <string>
 #include <utility>
 #include <variant>
@@ -48,6 +49,20 @@ class [[nodiscard]] Result {
  private:
   std::variant<T, Status> state_;
 };
+
+// Runs a piece of work on a thread that has no caller to throw to; the code for
+// what it has thrown, CS_OK for nothing.
+template <typename Work>
+[[nodiscard]] Code Thrown(Work work) noexcept {
+  try {
+    work();
+    return CS_OK;
+  } catch (const std::bad_alloc&) {
+    return CS_NO_MEMORY;
+  } catch (...) {
+    return CS_INTERNAL;
+  }
+}
 
 }  // namespace cachestore
 

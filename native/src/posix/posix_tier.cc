@@ -36,6 +36,11 @@ uint64_t Value(const std::atomic<uint64_t>& counter) {
   return counter.load(std::memory_order_relaxed);
 }
 
+template <typename Work>
+void RunShard(Request& request, size_t shard, Work work) {
+  if (const Code code = Thrown(work); code != CS_OK) request.Finish(shard, code);
+}
+
 }  // namespace
 
 struct PosixTier::Direction {
@@ -97,7 +102,8 @@ PosixTier::PosixTier(std::shared_ptr<Core> core, const PosixOptions& options)
       load_pool_("cs-load", options.load_workers,
                  [core = core_](WorkerPool::Job& job, WorkerPool::Scratch& scratch) {
                    Request& request = *static_cast<Request*>(job.owner.get());
-                   core->io->Load(request, job.index, scratch);
+                   RunShard(request, job.index,
+                            [&] { core->io->Load(request, job.index, scratch); });
                    return request.left_behind(job.index);
                  }),
       dump_pool_("cs-dump", options.dump_workers,
@@ -107,7 +113,11 @@ PosixTier::PosixTier(std::shared_ptr<Core> core, const PosixOptions& options)
                    return request.left_behind(job.index);
                  }),
       cleaning_pool_("cs-clean", 1, [core = core_](WorkerPool::Job& job, WorkerPool::Scratch&) {
-        core->io->directories()[job.index]->RemoveTrash([&core] { return core->stopping.load(); });
+        // What is left over is for the next time.
+        (void)Thrown([&] {
+          core->io->directories()[job.index]->RemoveTrash(
+              [&core] { return core->stopping.load(); });
+        });
         return false;
       }) {
   const auto directories = core_->io->directories();
@@ -117,7 +127,7 @@ PosixTier::PosixTier(std::shared_ptr<Core> core, const PosixOptions& options)
         "cs-lookup", options.load_workers,
         [core = core_](WorkerPool::Job& job, WorkerPool::Scratch&) {
           Request& request = *static_cast<Request*>(job.owner.get());
-          core->RunAside(request, job.index);
+          RunShard(request, job.index, [&] { core->RunAside(request, job.index); });
           return request.left_behind(job.index);
         });
   }

@@ -247,15 +247,23 @@ void ShardIo::Dump(Request& request, size_t shard, WorkerPool::Scratch& scratch)
   const bool direct = directory.direct();
   const bool zero_copy = directory.zero_copy() && (!direct || IsAligned(source));
   if (request.Begin(shard, zero_copy)) {
-    if (Exists(batch.blocks[shard])) {
-      block.existing.store(true, std::memory_order_relaxed);
-    } else if (block.failure.load(std::memory_order_relaxed) == CS_OK) {
-      WriteShard(request, shard, directory, block, {direct, zero_copy}, scratch);
-    }
+    const Code thrown = Thrown([&] {
+      if (Exists(batch.blocks[shard])) {
+        block.existing.store(true, std::memory_order_relaxed);
+      } else if (block.failure.load(std::memory_order_relaxed) == CS_OK) {
+        WriteShard(request, shard, directory, block, {direct, zero_copy}, scratch);
+      }
+    });
+    if (thrown != CS_OK) SetOnce(block.failure, thrown);
   } else {
     SetOnce(block.failure, request.result(shard));
   }
-  EndShard(request, shard, directory, block, scratch);
+  if (block.remaining.fetch_sub(1, std::memory_order_acq_rel) != 1) {
+    (void)request.Park(shard);
+    return;
+  }
+  const Code thrown = Thrown([&] { EndBlock(request, shard, directory, block, scratch); });
+  if (thrown != CS_OK) request.FinishAll(block.shards, thrown);
 }
 
 void ShardIo::WriteShard(Request& request, size_t shard, Directory& directory, BlockWrite& block,
@@ -339,13 +347,9 @@ void ShardIo::DropDump(Request& request, size_t shard, Code code) {
   }
 }
 
-// Counts this shard as over; the block's last one decides about the block.
-void ShardIo::EndShard(Request& request, size_t shard, Directory& directory, BlockWrite& block,
+// The block's last shard decides about the block.
+void ShardIo::EndBlock(Request& request, size_t shard, Directory& directory, BlockWrite& block,
                        WorkerPool::Scratch& scratch) {
-  if (block.remaining.fetch_sub(1, std::memory_order_acq_rel) != 1) {
-    (void)request.Park(shard);
-    return;
-  }
   const BlockId& id = request.batch().blocks[shard];
   const auto finish = [&](Code code) { return request.FinishAll(block.shards, code); };
   if (block.existing.load(std::memory_order_relaxed)) {

@@ -78,7 +78,7 @@ class ShardIo {
   Status Write(Transfer& transfer, BlockWrite& block);
   Status WriteParts(Directory& directory, BlockWrite& block, bool direct,
                     std::span<iovec> parts, uint64_t offset);
-  void EndShard(Request& request, size_t shard, Directory& directory, BlockWrite& block,
+  void EndBlock(Request& request, size_t shard, Directory& directory, BlockWrite& block,
                 WorkerPool::Scratch& scratch);
   void WriteRecord(const BlockId& id, Directory& directory, BlockWrite& block,
                    WorkerPool::Scratch& scratch);
