@@ -1,0 +1,33 @@
+"""Fixtures shared by the Python tests."""
+
+import dataclasses
+
+import pytest
+
+
+@pytest.fixture
+def options(tmp_path):
+    """``options(**changes)``: StoreOptions of a small Posix store in the test's own directory."""
+    from cachestore_connector.store import StoreOptions
+
+    base = StoreOptions(
+        pipeline="Posix",
+        storage_backends=[str(tmp_path / "store")],
+        identity_name="model-0123456789abcdef",
+        identity_manifest="{}\n",
+        identity_fingerprint=bytes(range(32)),
+        tensor_sizes=[100, 37],
+        shard_size=137,
+        block_size=137,
+        posix_load_worker_number=4,
+        posix_dump_worker_number=2,
+        posix_queue_depth=128,
+        io_direct=False,
+        posix_zero_copy="auto",
+        timeout_ms=20000,
+    )
+
+    def make(**changes):
+        return dataclasses.replace(base, **changes)
+
+    return make

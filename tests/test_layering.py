@@ -1,0 +1,102 @@
+"""Data flows one way: who may import and include whom (docs/design.md)."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "cachestore_connector"
+NATIVE = ROOT / "native" / "src"
+
+# From the top down; a module imports only those of lower layers.
+LAYERS = [
+    {"plugin"},
+    {"backend"},
+    {"config", "identity", "pages", "store", "throttle", "transfer_log"},
+    {"_config_file", "_setting_types", "_ffi"},
+    {"errors", "_native"},
+]
+USES_SGLANG = {"backend", "plugin"}
+USES_TORCH = USES_SGLANG | {"pages"}
+
+# What each part of the native store may include beside itself.
+INCLUDES = {
+    "base": set(),
+    "tier": {"base"},
+    "posix": {"base", "tier"},
+    "pipeline": {"base", "tier", "posix"},
+    "": {"base", "tier", "pipeline"},  # store and c_api: they know no tier
+}
+
+
+def _modules():
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def _imports(path):
+    """(absolute top-level names, own modules) that a file imports, wherever in it."""
+    absolute, own = set(), set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            absolute |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            absolute.add(node.module.split(".")[0])
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module] if node.module else [alias.name for alias in node.names]
+            own |= {name.split(".")[0] for name in names}
+    return absolute, own
+
+
+@pytest.mark.parametrize("path", _modules(), ids=lambda path: path.name)
+def test_python_imports_go_down(path):
+    """Pinned: no module imports one of its own or a higher layer; outsiders only where allowed."""
+    absolute, own = _imports(path)
+    name = path.stem
+    if name in ("__init__", "_ffi_build"):
+        assert not absolute & {"sglang", "torch"}
+        return
+    (layer,) = [i for i, members in enumerate(LAYERS) if name in members]
+    allowed = set().union(*LAYERS[layer + 1 :])
+    assert own <= allowed, f"{name} imports {own - allowed}"
+    assert "sglang" not in absolute or name in USES_SGLANG
+    assert "torch" not in absolute or name in USES_TORCH
+
+
+def test_only_one_door_to_native():
+    """Pinned: the compiled module is imported by _ffi, and _ffi by store, alone."""
+    importers = {path.stem for path in _modules() if "_native" in _imports(path)[1]}
+    assert importers == {"_ffi"}
+    assert {path.stem for path in _modules() if "_ffi" in _imports(path)[1]} == {"store"}
+
+
+def test_importing_the_package_is_light():
+    """Pinned: `import cachestore_connector` brings neither sglang nor torch nor the native part."""
+    code = (
+        "import sys, cachestore_connector; "
+        "print(sorted(m for m in sys.modules if m.split('.')[0] in "
+        "('sglang', 'torch') or m.endswith('._native')))"
+    )
+    out = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
+    assert out.stdout.strip() == "[]", out.stderr
+
+
+@pytest.mark.parametrize("path", sorted(NATIVE.rglob("*.*")), ids=lambda p: p.name)
+def test_native_includes_go_down(path):
+    """Pinned: tiers know tier/ and base/, nothing of each other; base/ knows nothing."""
+    part = path.relative_to(NATIVE).parts[0] if path.parent != NATIVE else ""
+    for include in re.findall(r'#include "([^"]+)"', path.read_text(encoding="utf-8")):
+        other = include.rpartition("/")[0]
+        if include == "cachestore/c_api.h" or other == part:
+            continue
+        assert other in INCLUDES[part], f"{path.name} includes {include}"
+
+
+def test_system_calls_stay_behind_env():
+    """Pinned: files are touched through base/env alone, so that a test can make each call fail."""
+    headers = re.compile(r"#include <(fcntl|unistd|dirent|sys/(stat|vfs|mman|file|random))\.?h?>")
+    callers = {path.name for path in NATIVE.rglob("*.*") if headers.search(path.read_text("utf-8"))}
+    assert callers == {"env.cc"}

@@ -1,0 +1,139 @@
+"""The SGLang plugin: its hooks, and what it does when one doesn't fit."""
+
+import argparse
+import json
+import logging
+import subprocess
+import sys
+
+import pytest
+
+from cachestore_connector import plugin
+from cachestore_connector.errors import CacheStoreError, ConfigError
+
+# Hooks change SGLang for the whole process: each case has a process of its own.
+_HEAD = """
+import argparse, json, logging, sys
+logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(name)s %(message)s")
+"""
+
+
+def run(code, **env):
+    import os
+
+    environment = {**os.environ, "SGLANG_PLUGINS": "cachestore", **env}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", _HEAD + code],
+        capture_output=True, text=True, timeout=55, env=environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done
+
+
+def test_loaded_by_its_entry_point():
+    """Pinned: installing registers the plugin; SGLang loads it, and all three hooks are in place."""
+    code = """
+from sglang.srt.plugins import load_plugins
+load_plugins()
+from cachestore_connector import plugin
+plugin._require_hooks()
+from sglang.srt.server_args import ServerArgs
+parser = argparse.ArgumentParser()
+ServerArgs.add_cli_args(parser)
+args = parser.parse_args(["--model", "m", "--hicache-storage-backend", "cachestore"])
+choices = next(a.choices for a in parser._actions if a.dest == "hicache_storage_backend")
+print(json.dumps([args.hicache_storage_backend, choices]))
+"""
+    value, choices = json.loads(run(code).stdout.splitlines()[-1])
+    assert value == "cachestore"
+    assert choices.count("cachestore") == 1 and "file" in choices
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "del cc.HiCacheController.attach_storage_backend",
+        "cc.HiCacheController.attach_storage_backend = lambda self, other: None",
+    ],
+)
+def test_an_sglang_that_does_not_fit(change):
+    """Pinned: one loud error that says what to do instead; no hook at all is registered."""
+    code = f"""
+import sglang.srt.managers.cache_controller as cc
+{change}
+from sglang.srt.plugins import load_plugins
+load_plugins()
+from sglang.srt.server_args import ServerArgs
+parser = argparse.ArgumentParser()
+ServerArgs.add_cli_args(parser)
+print(next(a.choices for a in parser._actions if a.dest == "hicache_storage_backend"))
+"""
+    done = run(code)
+    errors = [line for line in done.stderr.splitlines() if line.startswith("cachestore ")]
+    assert len(errors) == 1
+    assert "attach_storage_backend" in errors[0] and "dynamic" in errors[0]
+    assert "cachestore" not in done.stdout
+
+
+def test_hooks_that_did_not_take_are_noticed():
+    """Pinned: SGLang only logs a hook that fails to apply, so each hook checks the others."""
+    with pytest.raises(CacheStoreError, match="not hooked.*dynamic"):
+        plugin._offer_choice(None, argparse.ArgumentParser())
+    with pytest.raises(CacheStoreError, match="attach_storage_backend is not hooked"):
+        plugin._create_backend(None, None, "cachestore", None, None)
+
+
+def test_other_backends_pass_through():
+    """Pinned: with another backend's name every hook does exactly what SGLang did."""
+    seen = []
+
+    def original(*args, **kwargs):
+        seen.append((args, kwargs))
+        return "theirs"
+
+    assert plugin._create_backend(original, "cls", "file", "config", "pool", x=1) == "theirs"
+    assert plugin._attach(original, "controller", "mooncake", 256, model_name="m") == "theirs"
+    assert seen == [
+        (("cls", "file", "config", "pool"), {"x": 1}),
+        (("controller", "mooncake", 256), {"model_name": "m"}),
+    ]
+
+
+def test_side_pools_are_refused_before_anything_is_made():
+    """Pinned: a model with more pools is refused at attach, by their names."""
+
+    class Entry:
+        def __init__(self, name):
+            self.name = name
+
+    class Controller:
+        class mem_pool_host:
+            entries = (Entry("kv"), Entry("mamba"))
+
+    with pytest.raises(ConfigError, match="mamba"):
+        plugin._refuse_side_pools(Controller)
+    Controller.mem_pool_host.entries = (Entry("kv"),)
+    plugin._refuse_side_pools(Controller)
+    del Controller.mem_pool_host.entries
+    plugin._refuse_side_pools(Controller)
+
+
+def test_the_dynamic_backend_needs_no_plugin():
+    """Pinned: SGLang's factory takes our class by module and class name, hooks or not."""
+    code = """
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
+from sglang.srt.mem_cache.storage import StorageBackendFactory
+config = HiCacheStorageConfig(
+    tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_cp_rank=0, attn_cp_size=1,
+    is_mla_model=False, enable_storage_metrics=False, is_page_first_layout=False, model_name="m",
+    extra_config={"backend_name": "cachestore", "module_path": "cachestore_connector.backend",
+                  "class_name": "CacheStore", "interface_v1": 1, "timeout_ms": 500})
+backend = StorageBackendFactory.create_backend("dynamic", config, None)
+print(type(backend).__name__, backend.config.timeout_ms)
+"""
+    assert run(code, SGLANG_PLUGINS="none").stdout.splitlines()[-1] == "CacheStore 500"
+
+
+def test_logging_is_under_one_name():
+    """Pinned: everything is logged under `cachestore`, so that one line silences or raises it."""
+    assert plugin.logger is logging.getLogger("cachestore")
