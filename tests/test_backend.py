@@ -327,7 +327,7 @@ def test_side_pools_are_never_half_served(attach, caplog):
 
 
 def test_metrics_are_what_the_collector_takes(attach):
-    """Pinned: a fresh StorageMetrics of pages and GB/s since the last call; None without metrics."""
+    """Pinned: a fresh StorageMetrics of pages and GB/s since the last call; None when off."""
     pool = host_pools.mha_pool(fill=12)
     backend = attach(pool, metrics=True)
     names = keys(3)

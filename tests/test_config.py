@@ -128,7 +128,7 @@ def test_extra_config_wins_per_setting_over_the_file(tmp_path: Path) -> None:
 
 
 def test_null_is_as_good_as_leaving_the_key_out(tmp_path: Path) -> None:
-    """null gives the default, and lets the file's value through."""
+    """Null gives the default, and lets the file's value through."""
     assert load(dict.fromkeys(SETTINGS), ENV) == load(None, ENV)
     environ = settings_file(tmp_path, "timeout_ms: 1000\nio_direct:\n")
     assert load({"timeout_ms": None}, environ).timeout_ms == 1000

@@ -31,7 +31,7 @@ def run(code, **env):
 
 
 def test_loaded_by_its_entry_point():
-    """Pinned: installing registers the plugin; SGLang loads it, and all three hooks are in place."""
+    """Pinned: installing registers the plugin; SGLang loads it, and all three hooks took."""
     code = """
 from sglang.srt.plugins import load_plugins
 load_plugins()
@@ -77,7 +77,7 @@ print(next(a.choices for a in parser._actions if a.dest == "hicache_storage_back
 
 def test_hooks_that_did_not_take_are_noticed():
     """Pinned: SGLang only logs a hook that fails to apply, so each hook checks the others."""
-    with pytest.raises(CacheStoreError, match="not hooked.*dynamic"):
+    with pytest.raises(CacheStoreError, match=r"not hooked.*dynamic"):
         plugin._offer_choice(None, argparse.ArgumentParser())
     with pytest.raises(CacheStoreError, match="attach_storage_backend is not hooked"):
         plugin._create_backend(None, None, "cachestore", None, None)

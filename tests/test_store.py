@@ -15,7 +15,6 @@ from cachestore_connector.errors import (
     StoreIOError,
 )
 from cachestore_connector.store import Store, crc32c
-
 from pages_of_bytes import Memory, block_ids
 
 
