@@ -1,0 +1,89 @@
+"""The cases: which pages, how many, and where they are stored."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+from collections.abc import Sequence
+
+PAGE_TOKENS = 64
+_ITEM_BYTES = 2  # bfloat16
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """The part of a model that decides the bytes of a page.
+
+    ``heads`` and ``dim`` are KV heads and their size, of K and of V; for MLA, one latent row of
+    ``dim`` elements a token.
+    """
+
+    name: str
+    is_mla: bool
+    layers: int
+    heads: int
+    dim: int
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page of `PAGE_TOKENS` tokens."""
+        row = self.layers * self.heads * self.dim * _ITEM_BYTES
+        return PAGE_TOKENS * row * (1 if self.is_mla else 2)
+
+
+MHA_1MIB = Model("mha-1MiB", is_mla=False, layers=8, heads=4, dim=128)
+MHA_64KIB = Model("mha-64KiB", is_mla=False, layers=2, heads=1, dim=128)
+MLA_61 = Model("mla61", is_mla=True, layers=61, heads=1, dim=512 + 64)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """``pages`` pages of ``model`` on ``medium``, which is ``shm`` or ``disk``.
+
+    With ``direct``, past the page cache; SGLang's `file` backend can't, and is left out.
+    """
+
+    medium: str
+    model: Model
+    pages: int
+    direct: bool = False
+
+    @property
+    def name(self) -> str:
+        """As in ``shm-mha-1MiB-128``."""
+        return f"{self.medium}-{self.model.name}-{self.pages}" + ("-direct" if self.direct else "")
+
+    @property
+    def payload(self) -> int:
+        """Bytes that one dump or load moves."""
+        return self.pages * self.model.page_bytes
+
+    def quick(self) -> Case:
+        """The same with few pages: to see that it works, not how fast it is."""
+        return dataclasses.replace(self, pages=min(self.pages, 8))
+
+
+CASES = (
+    Case("shm", MHA_1MIB, 128),
+    Case("shm", MHA_64KIB, 1024),
+    Case("shm", MLA_61, 128),
+    Case("disk", MHA_1MIB, 128),
+    Case("disk", MLA_61, 64),
+    Case("disk", MHA_1MIB, 128, direct=True),
+)
+
+
+def select(patterns: Sequence[str]) -> tuple[Case, ...]:
+    """The cases whose name matches one of the glob ``patterns``; without any, all of them.
+
+    Raises ValueError for a pattern that matches none.
+    """
+    for pattern in patterns:
+        if not any(fnmatch.fnmatchcase(case.name, pattern) for case in CASES):
+            names = ", ".join(case.name for case in CASES)
+            raise ValueError(f"no case matches {pattern!r}; there are {names}")
+    return tuple(
+        case
+        for case in CASES
+        if not patterns or any(fnmatch.fnmatchcase(case.name, pattern) for pattern in patterns)
+    )

@@ -1,0 +1,165 @@
+"""From samples to rows, ratios, the table, and ``latest.json``."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+GB_PER_S = "GB/s"
+US_PER_KEY = "us/key"
+ABSENT = "-absent"
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One figure of the result: median, min and max over the rounds."""
+
+    case: str
+    subject: str
+    op: str
+    unit: str
+    median: float
+    min: float
+    max: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Expectation:
+    """``op`` of ``case`` is at least ``factor`` times as fast as ``peer``'s."""
+
+    case: str
+    op: str
+    peer: str
+    factor: float
+
+
+EXPECTATIONS = (
+    Expectation("shm-mha-1MiB-128", "dump", "sglang-file", 3.0),
+    Expectation("shm-mha-1MiB-128", "load", "sglang-file", 1.5),
+    Expectation("shm-mha-1MiB-128", "dump", "raw", 0.8),
+    Expectation("shm-mha-1MiB-128", "load", "raw", 0.8),
+)
+
+
+def row(case: str, subject: str, op: str, samples: Sequence[float]) -> Row:
+    """The row of ``samples``, which are in the unit of ``op``."""
+    return Row(
+        case,
+        subject,
+        op,
+        US_PER_KEY if op == "lookup" else GB_PER_S,
+        *(round(f(samples), 3) for f in (statistics.median, min, max)),
+    )
+
+
+def best(variants: Mapping[str, Sequence[float]], op: str) -> str:
+    """The name of the fastest of several variants of a subject, by its median."""
+    choose = min if op == "lookup" else max
+    return choose(variants, key=lambda name: statistics.median(variants[name]))
+
+
+def ratio(rows: Iterable[Row], case: str, op: str, peer: str) -> float | None:
+    """How many times as fast as ``peer`` CacheStore is, by the medians; None if one is missing."""
+    found = {row.subject: row for row in rows if (row.case, row.op) == (case, op)}
+    if "cachestore" not in found or peer not in found:
+        return None
+    ours, theirs = found["cachestore"], found[peer]
+    if ours.unit == US_PER_KEY:  # less is better
+        ours, theirs = theirs, ours
+    return ours.median / theirs.median if theirs.median else None
+
+
+def table(rows: Sequence[Row]) -> str:
+    """All rows as text; CacheStore's with how many times as fast as its peers it is."""
+    head = ("case", "op", "subject", "median", "min", "max", "", "x file", "x raw")
+    lines = [head]
+    for r in rows:
+        ratios = ["", ""]
+        if r.subject == "cachestore":
+            pair = (ratio(rows, r.case, r.op, peer) for peer in ("sglang-file", "raw"))
+            ratios = ["" if number is None else f"{number:.2f}" for number in pair]
+        digits = 2 if r.unit == GB_PER_S or r.median >= 1 else 3
+        figures = [f"{number:.{digits}f}" for number in (r.median, r.min, r.max)]
+        lines.append((r.case, r.op, r.subject, *figures, r.unit, *ratios))
+    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    left = {0, 1, 2, 6}
+    texts = [
+        "  ".join(
+            cell.ljust(width) if column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    ]
+    texts.insert(1, "-" * max(len(text) for text in texts))
+    return "\n".join(texts)
+
+
+def verdicts(rows: Sequence[Row]) -> list[str]:
+    """A line for each of `EXPECTATIONS` that was measured: met or not, and by how much."""
+    lines = []
+    for wanted in EXPECTATIONS:
+        number = ratio(rows, wanted.case, wanted.op, wanted.peer)
+        if number is not None:
+            met = "met" if number >= wanted.factor else "NOT met"
+            lines.append(
+                f"expected {wanted.case} {wanted.op} >= {wanted.factor} x {wanted.peer}: "
+                f"{met} ({number:.2f})"
+            )
+    return lines
+
+
+def write(path: pathlib.Path, machine: Mapping[str, Any], rows: Sequence[Row]) -> None:
+    """Write ``{"machine": ..., "rows": [...]}``, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(
+        {"machine": machine, "rows": [dataclasses.asdict(row) for row in rows]}, indent=2
+    )
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text + "\n")
+    temporary.replace(path)
+
+
+def describe_machine(directories: Mapping[str, str]) -> dict[str, Any]:
+    """What the figures depend on. ``directories``: where the files were, by medium; not told."""
+    with open("/proc/cpuinfo") as file:
+        models = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
+    pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    return {
+        "cpu": models[0] if models else platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(pages * page_bytes / 2**30, 1),
+        "kernel": platform.release(),
+        "filesystems": {name: filesystem(path) for name, path in directories.items()},
+        "versions": {
+            "python": platform.python_version(),
+            **{name: _version(name) for name in ("cachestore", "sglang", "torch")},
+        },
+    }
+
+
+def filesystem(path: str) -> str:
+    """The type of the file system that ``path`` is on, such as ``ext4``."""
+    wanted = os.path.realpath(path)
+    longest, kind = "", "unknown"
+    with open("/proc/self/mountinfo") as file:
+        for line in file:
+            fields, _, source = line.partition(" - ")
+            point = fields.split()[4].encode().decode("unicode_escape")
+            inside = wanted == point or wanted.startswith(point.rstrip("/") + "/")
+            if inside and len(point) >= len(longest):
+                longest, kind = point, source.split()[0]
+    return kind
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
