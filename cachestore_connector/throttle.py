@@ -37,4 +37,5 @@ class Throttle:
             self._kinds[kind] = (now + self._interval, 0)
         if left_out:
             message += f" (and {left_out} more like it)"
-        self._logger.log(level, "%s", message, exc_info=traceback)
+        # SGLang prints neither the level nor the name of the logger.
+        self._logger.log(level, "CacheStore: %s", message, exc_info=traceback)
