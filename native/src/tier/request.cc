@@ -5,8 +5,25 @@
 
 namespace cachestore {
 
-Request::Request(Batch batch)
+class Request::Held {
+ public:
+  explicit Held(Request& request) : request_(request), lock_(request.mutex_) {}
+  Held(const Held&) = delete;
+  Held& operator=(const Held&) = delete;
+  ~Held() {
+    const bool due = std::exchange(request_.done_is_due_, false);
+    lock_.unlock();
+    if (due && request_.on_done_) request_.on_done_();
+  }
+
+ private:
+  Request& request_;
+  std::unique_lock<std::mutex> lock_;
+};
+
+Request::Request(Batch batch, std::function<void()> on_done)
     : batch_(std::move(batch)),
+      on_done_(std::move(on_done)),
       shards_(batch_.size()),
       results_(batch_.size(), CS_INTERNAL),
       pending_(batch_.size()) {}
@@ -17,24 +34,24 @@ void Request::Prepare(OnShard on_shard, std::shared_ptr<void> tier_data) {
 }
 
 bool Request::Begin(size_t shard, bool touches) {
-  const std::lock_guard lock(mutex_);
+  const Held held(*this);
   if (shards_[shard].phase != Phase::kQueued) return false;
   shards_[shard].phase = touches ? Phase::kTouching : Phase::kWorking;
   return true;
 }
 
 bool Request::StopTouching(size_t shard) {
-  const std::lock_guard lock(mutex_);
+  const Held held(*this);
   return Move(shard, Phase::kWorking);
 }
 
 bool Request::StartTouching(size_t shard) {
-  const std::lock_guard lock(mutex_);
+  const Held held(*this);
   return Move(shard, Phase::kTouching);
 }
 
 bool Request::Park(size_t shard) {
-  const std::lock_guard lock(mutex_);
+  const Held held(*this);
   return Move(shard, Phase::kParked);
 }
 
@@ -51,7 +68,7 @@ bool Request::Move(size_t shard, Phase next) {
 }
 
 bool Request::BeginPublish(std::span<const size_t> shards, size_t runner, bool sure) {
-  const std::lock_guard lock(mutex_);
+  const Held held(*this);
   if (cancelled_ != CS_OK) {
     for (const size_t shard : shards) {
       if (shards_[shard].phase != Phase::kDone) End(shard, cancelled_);
@@ -65,14 +82,14 @@ bool Request::BeginPublish(std::span<const size_t> shards, size_t runner, bool s
 }
 
 bool Request::Finish(size_t shard, Code code) {
-  const std::lock_guard lock(mutex_);
+  const Held held(*this);
   if (shards_[shard].phase == Phase::kDone) return false;
   End(shard, code);
   return true;
 }
 
 size_t Request::FinishAll(std::span<const size_t> shards, Code code) {
-  const std::lock_guard lock(mutex_);
+  const Held held(*this);
   size_t ended = 0;
   for (const size_t shard : shards) {
     if (shards_[shard].phase == Phase::kDone) continue;
@@ -83,17 +100,17 @@ size_t Request::FinishAll(std::span<const size_t> shards, Code code) {
 }
 
 Code Request::result(size_t shard) {
-  const std::lock_guard lock(mutex_);
+  const Held held(*this);
   return results_[shard];
 }
 
 void Request::EndQueued(size_t shard, Code code) {
-  const std::lock_guard lock(mutex_);
+  const Held held(*this);
   if (shards_[shard].phase == Phase::kQueued) End(shard, code);
 }
 
 bool Request::left_behind(size_t shard) {
-  const std::lock_guard lock(mutex_);
+  const Held held(*this);
   return shards_[shard].left_behind;
 }
 
@@ -103,7 +120,9 @@ void Request::End(size_t shard, Code code) {
   shards_[shard].phase = Phase::kDone;
   results_[shard] = code;
   if (on_shard_) on_shard_(shard, code);
-  if (--pending_ == 0) ended_.notify_all();
+  if (--pending_ > 0) return;
+  done_is_due_ = true;
+  ended_.notify_all();
 }
 
 bool Request::WaitUntil(Clock::time_point deadline) {
@@ -117,7 +136,7 @@ void Request::Wait() {
 }
 
 size_t Request::Cancel(Code code) {
-  const std::lock_guard lock(mutex_);
+  const Held held(*this);
   if (cancelled_ != CS_OK) return 0;  // what it left is waited for
   cancelled_ = code;
   size_t left_behind = 0;

@@ -56,7 +56,10 @@ class Request {
   // request's mutex: it must not block, nor call the request.
   using OnShard = std::function<void(size_t shard, Code code)>;
 
-  explicit Request(Batch batch);
+  // `on_done`: called once, when all shards have ended, by the thread that
+  // ended the last one, without the mutex. For a tier that asks another one
+  // and doesn't wait.
+  explicit Request(Batch batch, std::function<void()> on_done = {});
 
   const Batch& batch() const { return batch_; }
   size_t size() const { return batch_.size(); }
@@ -105,10 +108,13 @@ class Request {
     bool left_behind = false;  // in kDone
   };
 
+  class Held;  // holds the mutex, then calls on_done if it is due
+
   bool Move(size_t shard, Phase next);
   void End(size_t shard, Code code);
 
   const Batch batch_;
+  const std::function<void()> on_done_;
   OnShard on_shard_;
   std::shared_ptr<void> tier_data_;
 
@@ -117,6 +123,7 @@ class Request {
   std::vector<Shard> shards_;
   std::vector<Code> results_;
   size_t pending_;
+  bool done_is_due_ = false;
   Code cancelled_ = CS_OK;  // CS_OK: not cancelled
 };
 

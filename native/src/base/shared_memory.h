@@ -1,0 +1,59 @@
+// The system calls of memory that processes share: files mapped into memory,
+// locks that the kernel gives back, futexes. Like Env, EINTR and close-on-exec
+// are handled here once.
+#ifndef CACHESTORE_BASE_SHARED_MEMORY_H_
+#define CACHESTORE_BASE_SHARED_MEMORY_H_
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "base/env.h"
+#include "base/status.h"
+
+namespace cachestore {
+
+// Of a file that is about to be trusted.
+struct SharedFileInfo {
+  uint64_t device = 0;
+  uint64_t inode = 0;
+  uint64_t size = 0;
+  bool is_ours = false;  // a regular file of this user, mode 0600, one name or none
+};
+
+// Opens (or creates, mode 0600) a file to map. Never follows a link.
+Result<Fd> OpenSharedFile(const std::string& path, bool create);
+Result<SharedFileInfo> StatSharedFile(Fd fd);
+void CloseSharedFile(Fd fd);
+// Makes the file `size` bytes long and reserves all of its memory.
+Status ReserveSharedFile(Fd fd, uint64_t size);
+// Free bytes of the filesystem at `path`.
+Result<uint64_t> FreeBytes(const std::string& path);
+// What this process may still allocate: the least of the system's available
+// memory and the headroom of its cgroups; UINT64_MAX if nothing tells.
+uint64_t MemoryHeadroom();
+
+// Maps a file, or (fd -1) private memory that is reserved at once.
+Result<uint8_t*> MapMemory(Fd fd, uint64_t size);
+void UnmapMemory(uint8_t* memory, uint64_t size);
+// Asks for huge pages; false if the kernel won't.
+bool AdviseHugePages(uint8_t* memory, uint64_t size);
+// A child made by fork doesn't get the memory.
+void KeepFromChildren(uint8_t* memory, uint64_t size);
+
+// Locks on one byte of a file, owned by the open file description: they end
+// with its last descriptor, whatever becomes of the process.
+bool TryLockByte(Fd fd, uint64_t byte);
+void UnlockByte(Fd fd, uint64_t byte);
+// Whether another open file description holds any of `count` bytes.
+bool IsLockedByOthers(Fd fd, uint64_t first, uint64_t count);
+
+// Waits until *word is not `seen`, somebody wakes us, or the time is over.
+void FutexWait(std::atomic<uint32_t>& word, uint32_t seen, std::chrono::milliseconds at_most);
+void FutexWake(std::atomic<uint32_t>& word);
+
+}  // namespace cachestore
+
+#endif  // CACHESTORE_BASE_SHARED_MEMORY_H_

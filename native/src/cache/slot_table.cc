@@ -1,0 +1,400 @@
+#include "cache/slot_table.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+
+#include "base/checksum.h"
+#include "base/shared_memory.h"
+
+// Everything here but IsLoading runs with the region's mutex held. A process
+// can die between any two statements, so `state` is written last when a slot
+// gains a meaning and first when it loses one, and Repair rebuilds the rest
+// (lists, chains, counts, pins) from states and blocks.
+
+namespace cachestore {
+namespace {
+
+uint64_t BucketOf(const Region& region, const BlockId& block) {
+  uint64_t hash;
+  std::memcpy(&hash, block.data(), sizeof hash);
+  return hash & (region.header().bucket_count - 1);
+}
+
+SlotState StateOf(const SlotEntry& entry) { return entry.state.load(std::memory_order_relaxed); }
+
+void SetState(SlotEntry& entry, SlotState state) {
+  // Release: whoever sees kReady sees the bytes that were fenced before it.
+  entry.state.store(state, std::memory_order_release);
+}
+
+// Lists.
+
+void Append(Region& region, List& list, uint32_t slot) {
+  SlotEntry& entry = region.slot(slot);
+  entry.list_previous = list.last;
+  entry.list_next = kNone;
+  (list.last == kNone ? list.first : region.slot(list.last).list_next) = slot;
+  list.last = slot;
+  ++list.count;
+}
+
+void Remove(Region& region, List& list, uint32_t slot) {
+  SlotEntry& entry = region.slot(slot);
+  (entry.list_previous == kNone ? list.first : region.slot(entry.list_previous).list_next) =
+      entry.list_next;
+  (entry.list_next == kNone ? list.last : region.slot(entry.list_next).list_previous) =
+      entry.list_previous;
+  entry.list_next = entry.list_previous = kNone;
+  --list.count;
+}
+
+// What is in the list of replaceable slots.
+bool IsReplaceable(const SlotEntry& entry) {
+  const SlotState state = StateOf(entry);
+  return (state == SlotState::kReady && entry.pins == 0 && entry.dirty == 0) ||
+         state == SlotState::kFailed;
+}
+
+// Chains of the hash.
+
+uint32_t Find(Region& region, const BlockId& block) {
+  uint32_t slot = region.bucket(BucketOf(region, block));
+  while (slot != kNone && region.slot(slot).block != block) slot = region.slot(slot).hash_next;
+  return slot;
+}
+
+void Link(Region& region, uint32_t slot) {
+  SlotEntry& entry = region.slot(slot);
+  uint32_t& bucket = region.bucket(BucketOf(region, entry.block));
+  entry.hash_next = bucket;
+  bucket = slot;
+}
+
+void Unlink(Region& region, uint32_t slot) {
+  SlotEntry& entry = region.slot(slot);
+  uint32_t* at = &region.bucket(BucketOf(region, entry.block));
+  while (*at != kNone && *at != slot) at = &region.slot(*at).hash_next;
+  if (*at == slot) *at = entry.hash_next;
+  entry.hash_next = kNone;
+}
+
+// Makes an unlisted slot free.
+void Release(Region& region, uint32_t slot) {
+  SlotEntry& entry = region.slot(slot);
+  SetState(entry, SlotState::kFree);
+  entry.generation.fetch_add(1, std::memory_order_release);
+  if (entry.orphan == 0) Unlink(region, slot);
+  entry.orphan = entry.dirty = entry.pins = 0;
+  entry.waiters = 0;
+  Append(region, region.header().free, slot);
+}
+
+void WakeWaiters(Region& region, SlotEntry& entry) {
+  for (uint64_t waiters = entry.waiters; waiters != 0; waiters &= waiters - 1) {
+    ProcessEntry& process = region.process(static_cast<uint32_t>(std::countr_zero(waiters)));
+    process.wake.fetch_add(1, std::memory_order_release);
+    FutexWake(process.wake);
+  }
+  entry.waiters = 0;
+}
+
+// A slot that has just become ready, unpinned or clean: where does it belong?
+void Settle(Region& region, uint32_t slot) {
+  SlotEntry& entry = region.slot(slot);
+  if (entry.orphan != 0 && entry.pins == 0 && entry.dirty == 0) {
+    Release(region, slot);
+  } else if (IsReplaceable(entry)) {
+    Append(region, region.header().used, slot);
+  }
+}
+
+}  // namespace
+
+// A free slot, or the one whose use is longest ago; kNone if there is none.
+uint32_t SlotTable::Take(bool for_load) {
+  RegionHeader& h = region_.header();
+  const uint32_t reserve = for_load ? 0 : reserve_;
+  if (h.free.count + h.used.count <= reserve) return kNone;
+  if (h.free.count == 0) {
+    const uint32_t oldest = h.used.first;
+    Remove(region_, h.used, oldest);
+    Release(region_, oldest);
+  }
+  const uint32_t slot = h.free.first;
+  Remove(region_, h.free, slot);
+  return slot;
+}
+
+Claim SlotTable::ClaimForLoad(const BlockId& block, uint32_t worker, bool accept_failed) {
+  const Region::Lock lock(region_);
+  if (!lock.ok()) return {};
+  RegionHeader& h = region_.header();
+  uint32_t slot = Find(region_, block);
+  if (slot != kNone) {
+    SlotEntry& entry = region_.slot(slot);
+    const SlotRef ref{slot, entry.generation.load(std::memory_order_relaxed)};
+    switch (StateOf(entry)) {
+      case SlotState::kReady:
+        if (IsReplaceable(entry)) Remove(region_, h.used, slot);
+        region_.process(region_.self()).pinned[worker] = slot;
+        ++entry.pins;
+        entry.tick = ++h.tick;
+        return {Claim::kReady, ref, CS_OK};
+      case SlotState::kLoading:
+        entry.waiters |= uint64_t{1} << region_.self();
+        return {Claim::kLoading, ref, CS_OK};
+      case SlotState::kFailed:
+        if (accept_failed) return {Claim::kFailed, ref, static_cast<Code>(entry.code)};
+        Remove(region_, h.used, slot);
+        Release(region_, slot);
+        break;
+      case SlotState::kFree:
+        break;  // can't be found
+    }
+  }
+  slot = Take(/*for_load=*/true);
+  if (slot == kNone) return {Claim::kNoSlot, {}, CS_OK};
+  SlotEntry& entry = region_.slot(slot);
+  entry.block = block;
+  entry.owner = region_.self();
+  entry.tick = ++h.tick;
+  Link(region_, slot);
+  SetState(entry, SlotState::kLoading);
+  ++h.loading_count;
+  return {Claim::kClaimed, {slot, entry.generation.load(std::memory_order_relaxed)}, CS_OK};
+}
+
+Claim SlotTable::ClaimForDump(const BlockId& block) {
+  const Region::Lock lock(region_);
+  if (!lock.ok()) return {};
+  RegionHeader& h = region_.header();
+  uint32_t slot = Find(region_, block);
+  if (slot != kNone) {
+    SlotEntry& entry = region_.slot(slot);
+    const SlotRef ref{slot, entry.generation.load(std::memory_order_relaxed)};
+    switch (StateOf(entry)) {
+      case SlotState::kReady:
+        return {Claim::kReady, ref, CS_OK};  // not pinned: nothing will be copied
+      case SlotState::kLoading:
+        entry.waiters |= uint64_t{1} << region_.self();
+        return {Claim::kLoading, ref, CS_OK};
+      case SlotState::kFailed:
+        Remove(region_, h.used, slot);
+        Release(region_, slot);
+        break;
+      case SlotState::kFree:
+        break;
+    }
+  }
+  // Slots being filled by dumps will be dirty: they count already.
+  if (h.dirty_count + h.loading_count >= max_dirty_) return {Claim::kNoSlot, {}, CS_OK};
+  slot = Take(/*for_load=*/false);
+  if (slot == kNone) return {Claim::kNoSlot, {}, CS_OK};
+  SlotEntry& entry = region_.slot(slot);
+  entry.block = block;
+  entry.owner = region_.self();
+  entry.tick = ++h.tick;
+  Link(region_, slot);
+  SetState(entry, SlotState::kLoading);
+  ++h.loading_count;
+  return {Claim::kClaimed, {slot, entry.generation.load(std::memory_order_relaxed)}, CS_OK};
+}
+
+bool SlotTable::Unpin(SlotRef ref, uint32_t worker) {
+  const Region::Lock lock(region_);
+  if (!lock.ok()) return false;
+  SlotEntry& entry = Entry(ref);
+  region_.process(region_.self()).pinned[worker] = kNone;
+  if (--entry.pins == 0) Settle(region_, ref.slot);
+  return true;
+}
+
+bool SlotTable::Publish(SlotRef ref, bool dirty, uint32_t checksum) {
+  const Region::Lock lock(region_);
+  if (!lock.ok()) return false;
+  RegionHeader& h = region_.header();
+  SlotEntry& entry = Entry(ref);
+  entry.checksum = checksum;
+  entry.dirty = dirty ? 1 : 0;
+  SetState(entry, SlotState::kReady);
+  --h.loading_count;
+  h.dirty_count += entry.dirty;
+  WakeWaiters(region_, entry);  // before Settle, which may end this use of the slot
+  Settle(region_, ref.slot);
+  return true;
+}
+
+bool SlotTable::Fail(SlotRef ref, Code code) {
+  const Region::Lock lock(region_);
+  if (!lock.ok()) return false;
+  SlotEntry& entry = Entry(ref);
+  entry.code = code;
+  SetState(entry, SlotState::kFailed);
+  --region_.header().loading_count;
+  WakeWaiters(region_, entry);  // before Settle, which may end this use of the slot
+  Settle(region_, ref.slot);
+  return true;
+}
+
+bool SlotTable::Clean(SlotRef ref) {
+  const Region::Lock lock(region_);
+  if (!lock.ok()) return false;
+  SlotEntry& entry = Entry(ref);
+  if (entry.dirty == 0) return true;
+  entry.dirty = 0;
+  --region_.header().dirty_count;
+  if (entry.pins == 0) Settle(region_, ref.slot);
+  return true;
+}
+
+bool SlotTable::IsLoading(SlotRef ref) const {
+  const SlotEntry& entry = Entry(ref);
+  return entry.generation.load(std::memory_order_acquire) == ref.generation &&
+         entry.state.load(std::memory_order_acquire) == SlotState::kLoading;
+}
+
+bool SlotTable::Lookup(std::span<const BlockId> blocks, std::span<uint8_t> present) {
+  const Region::Lock lock(region_);
+  if (!lock.ok()) return false;
+  for (size_t i = 0; i < blocks.size(); ++i) {
+    const uint32_t slot = Find(region_, blocks[i]);
+    if (slot != kNone && StateOf(region_.slot(slot)) == SlotState::kReady) present[i] = 1;
+  }
+  return true;
+}
+
+void SlotTable::Touch(std::span<const BlockId> blocks) {
+  const Region::Lock lock(region_);
+  if (!lock.ok()) return;
+  RegionHeader& h = region_.header();
+  for (size_t i = blocks.size(); i-- > 0;) {
+    const uint32_t slot = Find(region_, blocks[i]);
+    if (slot == kNone) continue;
+    SlotEntry& entry = region_.slot(slot);
+    entry.tick = ++h.tick;
+    if (StateOf(entry) != SlotState::kReady || !IsReplaceable(entry)) continue;
+    Remove(region_, h.used, slot);
+    Append(region_, h.used, slot);
+  }
+}
+
+void SlotTable::Clear() {
+  const Region::Lock lock(region_);
+  if (!lock.ok()) return;
+  RegionHeader& h = region_.header();
+  for (uint32_t slot = 0; slot < region_.slot_count(); ++slot) {
+    SlotEntry& entry = region_.slot(slot);
+    if (StateOf(entry) == SlotState::kFree || entry.orphan != 0) continue;
+    if (IsReplaceable(entry)) {
+      Remove(region_, h.used, slot);
+      Release(region_, slot);
+    } else {
+      Unlink(region_, slot);
+      entry.orphan = 1;
+    }
+  }
+}
+
+SlotCounts SlotTable::Counts() {
+  const Region::Lock lock(region_);
+  if (!lock.ok()) return {};
+  const RegionHeader& h = region_.header();
+  return {h.free.count, h.used.count, h.dirty_count, h.loading_count};
+}
+
+std::vector<SlotRef> SlotTable::ReclaimDead() {
+  std::vector<SlotRef> adopted;
+  const Region::Lock lock(region_);
+  if (!lock.ok()) return adopted;
+  for (uint32_t p = 0; p < kMaxProcesses; ++p) {
+    if (region_.process(p).in_use == 0 || region_.IsAlive(p)) continue;
+    Reclaim(region_, p);
+    for (uint32_t slot = 0; slot < region_.slot_count(); ++slot) {
+      SlotEntry& entry = region_.slot(slot);
+      if (entry.dirty == 0 || entry.owner != p || StateOf(entry) != SlotState::kReady) continue;
+      entry.owner = region_.self();
+      adopted.push_back({slot, entry.generation.load(std::memory_order_relaxed)});
+    }
+    region_.process(p).in_use = 0;
+  }
+  return adopted;
+}
+
+// Its pins and its unfinished fillings; dirty slots stay as they are.
+void SlotTable::Reclaim(Region& region, uint32_t process) {
+  for (uint32_t& pinned : region.process(process).pinned) {
+    if (pinned == kNone) continue;
+    SlotEntry& entry = region.slot(pinned);
+    if (entry.pins > 0 && --entry.pins == 0) Settle(region, pinned);
+    pinned = kNone;
+  }
+  const uint64_t bit = uint64_t{1} << process;
+  for (uint32_t slot = 0; slot < region.slot_count(); ++slot) {
+    SlotEntry& entry = region.slot(slot);
+    entry.waiters &= ~bit;
+    if (StateOf(entry) != SlotState::kLoading || entry.owner != process) continue;
+    entry.code = CS_CLOSED;
+    SetState(entry, SlotState::kFailed);
+    --region.header().loading_count;
+    WakeWaiters(region, entry);
+    Settle(region, slot);
+  }
+}
+
+void SlotTable::Repair(Region& region) {
+  RegionHeader& h = region.header();
+  std::vector<uint32_t> pins(region.slot_count(), 0);
+  for (uint32_t p = 0; p < kMaxProcesses; ++p) {
+    for (const uint32_t slot : region.process(p).pinned) {
+      if (slot < region.slot_count()) ++pins[slot];
+    }
+  }
+  h.free = h.used = {kNone, kNone, 0};
+  h.dirty_count = h.loading_count = 0;
+  for (uint64_t b = 0; b < h.bucket_count; ++b) region.bucket(b) = kNone;
+  std::vector<uint32_t> used;
+  for (uint32_t slot = 0; slot < region.slot_count(); ++slot) {
+    SlotEntry& entry = region.slot(slot);
+    entry.hash_next = entry.list_next = entry.list_previous = kNone;
+    entry.pins = pins[slot];
+    const SlotState state = StateOf(entry);
+    if (state != SlotState::kReady) entry.dirty = 0;
+    h.dirty_count += entry.dirty;
+    h.loading_count += state == SlotState::kLoading ? 1 : 0;
+    // Two slots of one block can't be: its second is linked only after the
+    // first is unlinked. But a death in between may leave both states set.
+    if (state != SlotState::kFree && entry.orphan == 0 && Find(region, entry.block) != kNone) {
+      entry.orphan = 1;
+    }
+    if (state != SlotState::kFree && entry.orphan == 0) Link(region, slot);
+    if (state == SlotState::kFree) {
+      entry.orphan = entry.dirty = 0;
+      entry.generation.fetch_add(1, std::memory_order_release);
+      Append(region, h.free, slot);
+    } else if (entry.orphan != 0 && entry.pins == 0 && entry.dirty == 0 &&
+               state != SlotState::kLoading) {
+      Release(region, slot);
+    } else if (IsReplaceable(entry)) {
+      used.push_back(slot);
+    }
+  }
+  std::sort(used.begin(), used.end(), [&](uint32_t a, uint32_t b) {
+    return region.slot(a).tick < region.slot(b).tick;
+  });
+  for (const uint32_t slot : used) Append(region, h.used, slot);
+}
+
+std::vector<uint32_t> SlotTable::IntactDirty(Region& region) {
+  std::vector<uint32_t> intact;
+  for (uint32_t slot = 0; slot < region.slot_count(); ++slot) {
+    const SlotEntry& entry = region.slot(slot);
+    if (StateOf(entry) == SlotState::kReady && entry.dirty != 0 && entry.orphan == 0 &&
+        Crc32c(0, region.bytes(slot), region.header().payload) == entry.checksum) {
+      intact.push_back(slot);
+    }
+  }
+  return intact;
+}
+
+}  // namespace cachestore
