@@ -275,6 +275,18 @@ FaultEnv::Hook FailingTimes(Code code, size_t times) {
   };
 }
 
+FaultEnv::Hook On(std::string part, FaultEnv::Hook hook) {
+  return [part = std::move(part), hook = std::move(hook)](FaultEnv::Call& call) {
+    return call.path.find(part) == std::string::npos ? Status::Ok() : hook(call);
+  };
+}
+
+FaultEnv::Hook At(uint64_t offset, FaultEnv::Hook hook) {
+  return [offset, hook = std::move(hook)](FaultEnv::Call& call) {
+    return call.offset == offset ? hook(call) : Status::Ok();
+  };
+}
+
 FaultEnv::Hook Holding(Gate& gate) {
   return [&gate](FaultEnv::Call&) {
     gate.Pass();

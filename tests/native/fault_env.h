@@ -153,6 +153,10 @@ class FaultEnv : public Env {
 FaultEnv::Hook Failing(Code code);
 FaultEnv::Hook FailingTimes(Code code, size_t times);
 FaultEnv::Hook Holding(Gate& gate);
+// Only on paths that contain `part`.
+FaultEnv::Hook On(std::string part, FaultEnv::Hook hook);
+// Only at this offset of a file.
+FaultEnv::Hook At(uint64_t offset, FaultEnv::Hook hook);
 
 }  // namespace cachestore::test
 

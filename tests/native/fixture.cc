@@ -243,6 +243,12 @@ std::string TemporaryRoot(const StoreSetup& setup) {
   return setup.roots[0] + "/" + setup.identity + "/tmp";
 }
 
+void WaitCleaned(const StoreSetup& setup, FaultEnv& env) {
+  // trash/ and tmp/ are listed, in each root.
+  EXPECT_TRUE(Eventually([&] { return env.calls(Op::kList) >= 2 * setup.roots.size(); }));
+  EXPECT_TRUE(env.WaitIdle());
+}
+
 std::vector<std::string> FilesBelow(const std::string& directory) {
   namespace fs = std::filesystem;
   std::vector<std::string> files;

@@ -9,6 +9,7 @@
 
 #include "base/env.h"
 #include "cachestore/c_api.h"
+#include "fault_env.h"
 #include "store.h"
 #include "tier/geometry.h"
 
@@ -110,6 +111,8 @@ bool IsPresent(Store& store, const BlockId& id);
 // Where a store of this setup keeps a block (in roots[0]).
 std::string BlockPath(const StoreSetup& setup, const BlockId& id);
 std::string TemporaryRoot(const StoreSetup& setup);
+// Opening cleans up in the background: waits until that is over.
+void WaitCleaned(const StoreSetup& setup, FaultEnv& env);
 // Files below a directory, but for lock files.
 std::vector<std::string> FilesBelow(const std::string& directory);
 std::vector<uint8_t> ReadFile(const std::string& path);
