@@ -91,17 +91,18 @@ $(DONE)/torch: tests/rig/requirements-torch.txt $(DONE)/venv
 	@$(PIP) -r $< | sed '/^Requirement already satisfied/d'
 	@touch $@
 
-$(DONE)/sglang: tests/rig/requirements-sglang.txt $(DONE)/torch
-	@echo "[setup] installing SGLang"
-	@$(PIP) --quiet --no-deps -r $<
-	@touch $@
-
-$(DONE)/requirements: tests/rig/requirements.txt $(DONE)/sglang
+$(DONE)/requirements: tests/rig/requirements.txt $(DONE)/torch
 	@echo "[setup] installing what SGLang imports, and the tools of the tests ..."
 	@$(PIP) --quiet -r $<
 	@touch $@
 
-$(DONE)/rig: $(wildcard tests/rig/plugin/*.*) $(DONE)/requirements
+# After what it imports: pip would complain there of everything that --no-deps leaves out.
+$(DONE)/sglang: tests/rig/requirements-sglang.txt $(DONE)/requirements
+	@echo "[setup] installing SGLang"
+	@$(PIP) --quiet --no-deps -r $<
+	@touch $@
+
+$(DONE)/rig: $(wildcard tests/rig/plugin/*.*) $(DONE)/sglang
 	@echo "[setup] installing the rig's plugin"
 	@$(PIP) --quiet --no-deps --no-build-isolation --force-reinstall tests/rig/plugin
 	@rm -rf tests/rig/plugin/build tests/rig/plugin/*.egg-info
