@@ -7,6 +7,7 @@ kill the server, start their own with ``serve``.
 
 import contextlib
 import importlib.util
+import json
 import random
 import sys
 from pathlib import Path
@@ -141,3 +142,145 @@ def attached():
                 server.detach()
 
     return attach
+
+
+class Storage:
+    """A directory that CacheStore keeps blocks in, seen from outside (docs/format.md)."""
+
+    def __init__(self, root):
+        self.root = Path(root)
+
+    def config(self, **settings):
+        """An extra config that stores here."""
+        return {"storage_backends": str(self.root)} | settings
+
+    def manifests(self):
+        """What each identity in it says about itself, by the name of its directory."""
+        paths = sorted(self.root.glob("*/identity.json"))
+        return {path.parent.name: json.loads(path.read_text()) for path in paths}
+
+    def blocks(self, identity="*"):
+        """Published block files."""
+        return sorted(self.root.glob(f"{identity}/blocks/*/*"))
+
+    def temporaries(self):
+        """Files being written, and those that a store which is gone left behind."""
+        return [path for path in self.root.glob("*/tmp/*/*") if path.name != "lock"]
+
+    def wait(self, count, identity="*", timeout=60):
+        """Wait until exactly ``count`` blocks are published."""
+        from rig.server import poll
+
+        where = f"{count} blocks in {self.root}/{identity}"
+        poll(lambda: len(self.blocks(identity)) >= count, timeout, where)
+        assert len(self.blocks(identity)) == count
+
+    def pages(self, ids, page_size=64, identity=None):
+        """The block files of a prompt's whole pages, in order; in the only identity, or a named."""
+        import cachestore_rig
+
+        from cachestore_connector.identity import Identity
+
+        manifests = self.manifests()
+        (name,) = manifests if identity is None else [identity]
+        manifest = manifests[name]
+        fields = {field: manifest.get(field) for field in Identity.__dataclass_fields__}
+        fields["tensor_sizes"] = tuple(fields["tensor_sizes"])
+        fields["variant"] = tuple(sorted((fields["variant"] or {}).items()))
+        identity = Identity(**fields)
+        assert identity.directory_name == name
+        whole = len(ids) // page_size * page_size
+        keys = cachestore_rig._page_hashes(ids, whole, 1, False, None, page_size)
+        names = [identity.block_id(key).hex() for key in keys]
+        return [self.root / name / "blocks" / block[:3] / block for block in names]
+
+
+@pytest.fixture
+def storage(tmp_path):
+    """An empty place for blocks."""
+    return Storage(tmp_path / "storage")
+
+
+@pytest.fixture(scope="session")
+def storage_at():
+    """``storage_at(path)`` is the `Storage` there."""
+    return Storage
+
+
+@pytest.fixture(scope="session")
+def computed():
+    """``computed(server, ids)``: the answer with L1 and L2 empty, which must find nothing."""
+
+    def ask(server, ids):
+        server.flush()
+        answer = server.generate(ids)
+        assert (answer.device, answer.host, answer.storage) == (0, 0, 0)
+        return answer
+
+    return ask
+
+
+@pytest.fixture(scope="session")
+def restored():
+    """``restored(server, ids, tokens, like)``: the answer with L1 and L2 empty.
+
+    It must find ``tokens`` tokens in CacheStore's storage and nothing elsewhere, and its tokens and
+    log-probabilities must be those of ``like``.
+    """
+
+    def ask(server, ids, tokens, like, digits=4):
+        server.flush()
+        answer = server.generate(ids)
+        assert (answer.device, answer.host, answer.storage) == (0, 0, tokens)
+        assert answer.storage_backend == ("CacheStore" if tokens else None)
+        assert answer.same_output(like, digits), f"{answer}\n{like}"
+        return answer
+
+    return ask
+
+
+@pytest.fixture
+def new_log():
+    """``new_log(server)`` begins: calling what it returns gives CacheStore's lines since then."""
+
+    def begin(server):
+        start = len(server.log_text())
+
+        def lines():
+            text = server.log_text()[start:]
+            return [line for line in text.splitlines() if "CacheStore: " in line]
+
+        return lines
+
+    return begin
+
+
+@pytest.fixture(scope="session")
+def unplugged_server(checkpoint, tmp_path_factory):
+    """(server, storage, config): a Llama server that goes without CacheStore's plugin.
+
+    It is started with SGLang's own ``dynamic`` backend and that config, attached unless a test
+    has detached it. It isn't like ``llama_server`` in dtype, page size (32), layout and name.
+    """
+    from rig.server import Server
+
+    storage = Storage(tmp_path_factory.mktemp("unplugged") / "storage")
+    config = storage.config(
+        backend_name="cachestore",
+        module_path="cachestore_connector.backend",
+        class_name="CacheStore",
+        interface_v1=1,
+    )
+    with Server(
+        checkpoint("llama"),
+        workdir=tmp_path_factory.mktemp("server-unplugged"),
+        env={"SGLANG_PLUGINS": "cachestore_rig"},
+        storage="dynamic",
+        extra_config=config,
+        dtype="bfloat16",
+        page_size=32,
+        layout="layer_first",
+        served_model_name="unplugged",
+    ) as server:
+        yield server, storage, config
+        server.kill()  # nothing more to be seen of it

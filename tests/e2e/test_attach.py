@@ -1,0 +1,124 @@
+"""Attaching, detaching and clearing over HTTP, on a live server."""
+
+import collections
+import os
+from pathlib import Path
+
+import pytest
+
+PROMPT = 690
+STORED = 640
+PAGES = 10
+
+
+def threads(pid):
+    """How many threads of each name a process has."""
+    names = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        names.append((task / "comm").read_text().strip())
+    return collections.Counter(names)
+
+
+def descriptors(pid):
+    """What the descriptors of a process lead to, sockets and pipes by kind."""
+    targets = []
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        targets.append(os.readlink(descriptor).split(":[")[0])
+    return collections.Counter(targets)
+
+
+def test_threads_and_descriptors_come_back(
+    shared_server, attached, storage, prompt, computed, restored
+):
+    """Pinned: attached and used twice in a row, the scheduler has after each what it had before.
+
+    SGLang keeps a few things of its own from a first attach, so the measure is taken after one.
+    """
+    server = shared_server
+    (pid,) = server.pids()
+    ids = prompt(PROMPT, seed=30)
+    with attached(server, "file"):
+        computed(server, prompt(PROMPT, seed=31))
+    before = threads(pid), descriptors(pid)
+
+    with attached(server, "cachestore", storage.config()):
+        cold = computed(server, ids)
+        storage.wait(PAGES)
+        assert sum(threads(pid).values()) > sum(before[0].values())
+        assert any(str(storage.root) in target for target in descriptors(pid))  # the lock
+    assert (threads(pid), descriptors(pid)) == before
+    assert storage.temporaries() == []
+
+    with attached(server, "cachestore", storage.config()):
+        restored(server, ids, STORED, cold)
+    assert (threads(pid), descriptors(pid)) == before
+    computed(server, ids)  # detached, the storage isn't asked
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"storage_backend": "/tmp"}, ["storage_backend", "did you mean storage_backends"]),
+        ({"timeout_ms": "soon"}, ["timeout_ms", "'soon'", "100 to 3600000"]),
+        ({"posix_queue_depth": 8}, ["posix_queue_depth", "8", "128"]),
+        ({"storage_backends": "relative/path"}, ["storage_backends", "relative/path"]),
+        ({"tensor_size_list": [1, 2]}, ["tensor_size_list", "[1, 2]", "the host pool's own"]),
+        ({"shard_size": 4096}, ["shard_size", "4096", "the host pool's own"]),
+        ({"storage_backends": "/proc/nowhere"}, ["/proc/nowhere"]),
+    ],
+)
+def test_wrong_settings_are_refused_by_name(settings, named, llama_server, storage):
+    """Pinned: who attaches is told the setting, the value and what is allowed (F32)."""
+    from rig.server import ServerError
+
+    with pytest.raises(ServerError, match="HTTP 400") as refused:
+        llama_server.attach("cachestore", storage.config() | settings)
+    for text in named:
+        assert text in str(refused.value)
+    assert llama_server.show()["hicache_storage_backend"] is None
+
+
+def test_a_refused_attach_leaves_nothing(
+    llama_server, attached, storage, prompt, computed, restored
+):
+    """Pinned: after a refused attach the server serves on, and a right one takes."""
+    from rig.server import ServerError
+
+    (pid,) = llama_server.pids()
+    ids = prompt(PROMPT, seed=32)
+    with attached(llama_server, "cachestore", storage.config()):  # SGLang's own first-time threads
+        cold = computed(llama_server, ids)
+        storage.wait(PAGES)
+    before = threads(pid), descriptors(pid)
+    with pytest.raises(ServerError, match="timeout_ms"):
+        llama_server.attach("cachestore", storage.config(timeout_ms=0))
+    # The store is the last to be opened: what was wrong is seen then at the earliest.
+    with pytest.raises(ServerError, match="block_size"):
+        llama_server.attach("cachestore", storage.config(block_size=4096))
+    assert (threads(pid), descriptors(pid)) == before
+    assert computed(llama_server, ids).same_output(cold)
+    with attached(llama_server, "cachestore", storage.config()):
+        restored(llama_server, ids, STORED, cold)
+
+
+def test_clear_takes_one_identitys_blocks(
+    llama_server, attached, storage, prompt, computed, restored
+):
+    """Pinned: clearing a live server's storage empties its own cache, not a neighbour's."""
+    server, ids = llama_server, prompt(PROMPT, seed=33)
+    ours, theirs = storage.config(model_identity="ours"), storage.config(model_identity="theirs")
+    with attached(server, "cachestore", theirs):
+        cold = computed(server, ids)
+        storage.wait(PAGES)
+    with attached(server, "cachestore", ours):
+        restored(server, ids, 0, cold)
+        storage.wait(2 * PAGES)
+        storage.wait(PAGES, identity="ours-*")
+        server.clear()
+        assert storage.blocks("ours-*") == []
+        assert len(storage.blocks("theirs-*")) == PAGES
+        restored(server, ids, 0, cold)
+        storage.wait(PAGES, identity="ours-*")
+        restored(server, ids, STORED, cold)
+    with attached(server, "cachestore", theirs):
+        restored(server, ids, STORED, cold)
