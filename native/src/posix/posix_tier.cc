@@ -340,7 +340,9 @@ void PosixTier::Close() {
   // With a worker left behind, its directory may hang us too: what it was
   // writing is removed by whoever opens the store next.
   if (!all) return;
-  for (const auto& directory : core_->io->directories()) directory->Close();
+  for (const auto& directory : core_->io->directories()) {
+    (void)Thrown([&] { directory->Close(); });
+  }
 }
 
 }  // namespace cachestore
