@@ -148,14 +148,16 @@ Result<std::unique_ptr<Region>> Region::OpenShared(const RegionOptions& options,
 }
 
 Status Region::Create(Region& region, const RegionOptions& options) {
-  uint64_t slots = options.capacity / options.slot_size;
-  while (slots > 0 && HeaderBytes(slots, BucketsFor(slots)) + slots * options.slot_size >
-                          AlignUp(options.capacity)) {
+  const Result<uint64_t> capacity = options.size_for(region.fd_ >= 0);
+  if (!capacity.ok()) return capacity.status();
+  uint64_t slots = std::min<uint64_t>(capacity.value() / options.slot_size, kNone - 1);
+  while (slots > 0 &&
+         HeaderBytes(slots, BucketsFor(slots)) + slots * options.slot_size > capacity.value()) {
     --slots;
   }
-  if (slots == 0 || slots >= kNone) {
-    return {CS_INVALID, "a cache buffer of " + std::to_string(options.capacity) +
-                            " bytes holds no page of " + std::to_string(options.slot_size)};
+  if (slots == 0) {
+    return {CS_NO_MEMORY, "a cache buffer of " + std::to_string(capacity.value()) +
+                              " bytes holds no page of " + std::to_string(options.slot_size)};
   }
   const uint64_t buckets = BucketsFor(slots);
   const uint64_t header = HeaderBytes(slots, buckets);
@@ -165,14 +167,12 @@ Status Region::Create(Region& region, const RegionOptions& options) {
   }
   if (Status mapped = region.MapWhole(total); !mapped.ok()) return mapped;
   region.created_ = true;
-  region.Initialise(options);
+  region.Initialise(options, slots);
   return Status::Ok();
 }
 
-void Region::Initialise(const RegionOptions& options) {
+void Region::Initialise(const RegionOptions& options, uint64_t slots) {
   RegionHeader& h = *new (memory_) RegionHeader{};
-  uint64_t slots = options.capacity / options.slot_size;
-  while (HeaderBytes(slots, BucketsFor(slots)) + slots * options.slot_size > size_) --slots;
   std::memcpy(h.magic, kRegionMagic, sizeof h.magic);
   h.version = kRegionVersion;
   h.header_size = sizeof(RegionHeader);
@@ -188,7 +188,7 @@ void Region::Initialise(const RegionOptions& options) {
   h.free = h.used = {kNone, kNone, 0};
   for (uint32_t p = 0; p < kMaxProcesses; ++p) {
     ProcessEntry& entry = *new (&process(p)) ProcessEntry{};
-    entry.pinned.fill(kNone);
+    for (std::atomic<uint32_t>& cell : entry.pinned) cell.store(kNone);
   }
   for (uint64_t b = 0; b < h.bucket_count; ++b) bucket(b) = kNone;
   for (uint32_t s = 0; s < slots; ++s) {
@@ -258,6 +258,7 @@ Status Region::JoinProcesses() {
       self_ = p;
       if (take_dead) callbacks_.reclaim(*this, p);
       process(p).in_use = 1;
+      process(p).workers = 0;
       return Status::Ok();
     }
   }

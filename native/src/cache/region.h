@@ -37,7 +37,9 @@ struct RegionOptions {
   std::array<uint8_t, 32> fingerprint{};
   uint64_t payload = 0;   // bytes of a slot that mean something
   uint64_t slot_size = 0;  // a multiple of 4096
-  uint64_t capacity = 0;   // bytes to take, at least one slot
+  // How many bytes to take; asked when a region is made, with whether it is
+  // shared.
+  std::function<Result<uint64_t>(bool shared)> size_for;
 };
 
 class Region {
@@ -115,7 +117,7 @@ class Region {
   static Status Attach(Region& region, const RegionOptions& options);
   Status MapWhole(uint64_t size);
   Status JoinProcesses();
-  void Initialise(const RegionOptions& options);
+  void Initialise(const RegionOptions& options, uint64_t slots);
   bool TakeMutex();
 
   const Callbacks callbacks_;

@@ -36,7 +36,6 @@ struct SlotEntry {
   std::atomic<uint32_t> generation;  // counts the slot's uses
   BlockId block;
   uint32_t owner;     // process: of kLoading its filler, of a dirty one its storer
-  uint32_t pins;      // copies from it that are running; see ProcessEntry::pinned
   int32_t code;       // of kFailed: a cs_code
   uint32_t dirty;     // 1: ready, and not known to be in the storage
   uint32_t orphan;    // 1: cleared; free it as soon as nobody uses it
@@ -50,9 +49,11 @@ struct SlotEntry {
 struct ProcessEntry {
   std::atomic<uint32_t> wake;  // futex: changes when something it waits for did
   uint32_t in_use;             // guarded by the mutex; alive iff its byte is locked
-  // The slot that each of its copy workers has pinned, or kNone: so that a
-  // death gives the pins back. Guarded by the mutex.
-  std::array<uint32_t, kMaxWorkers> pinned;
+  uint32_t workers;            // cells of `pinned` in use; guarded by the mutex
+  // The slot that each of its copy workers reads from, or kNone: the slot isn't
+  // replaced meanwhile. Set with the mutex held, unset without. There is no
+  // count of pins that a death could leave wrong.
+  std::array<std::atomic<uint32_t>, kMaxWorkers> pinned;
 };
 
 struct List {
@@ -77,7 +78,7 @@ struct RegionHeader {
   pthread_mutex_t mutex;  // robust, shared; guards all below and the entries
   uint64_t tick;
   List free;     // kFree
-  List used;     // kReady and kFailed that may be replaced, oldest use first
+  List used;     // kReady and clean, or kFailed; oldest use first. Pinned ones too
   uint32_t dirty_count;
   uint32_t loading_count;
 };

@@ -10,7 +10,7 @@
 // Everything here but IsLoading runs with the region's mutex held. A process
 // can die between any two statements, so `state` is written last when a slot
 // gains a meaning and first when it loses one, and Repair rebuilds the rest
-// (lists, chains, counts, pins) from states and blocks.
+// (lists, chains, counts) from states and blocks.
 
 namespace cachestore {
 namespace {
@@ -49,11 +49,31 @@ void Remove(Region& region, List& list, uint32_t slot) {
   --list.count;
 }
 
-// What is in the list of replaceable slots.
-bool IsReplaceable(const SlotEntry& entry) {
+void Prepend(Region& region, List& list, uint32_t slot) {
+  SlotEntry& entry = region.slot(slot);
+  entry.list_previous = kNone;
+  entry.list_next = list.first;
+  (list.first == kNone ? list.last : region.slot(list.first).list_previous) = slot;
+  list.first = slot;
+  ++list.count;
+}
+
+// What is in the list `used`.
+bool IsListed(const SlotEntry& entry) {
   const SlotState state = StateOf(entry);
-  return (state == SlotState::kReady && entry.pins == 0 && entry.dirty == 0) ||
-         state == SlotState::kFailed;
+  return (state == SlotState::kReady && entry.dirty == 0) || state == SlotState::kFailed;
+}
+
+bool IsPinned(const Region& region, uint32_t slot) {
+  for (uint32_t p = 0; p < kMaxProcesses; ++p) {
+    const ProcessEntry& process = region.process(p);
+    if (process.in_use == 0) continue;
+    for (uint32_t worker = 0; worker < process.workers; ++worker) {
+      // Acquire: the copy that was under the pin is over.
+      if (process.pinned[worker].load(std::memory_order_acquire) == slot) return true;
+    }
+  }
+  return false;
 }
 
 // Chains of the hash.
@@ -85,7 +105,7 @@ void Release(Region& region, uint32_t slot) {
   SetState(entry, SlotState::kFree);
   entry.generation.fetch_add(1, std::memory_order_release);
   if (entry.orphan == 0) Unlink(region, slot);
-  entry.orphan = entry.dirty = entry.pins = 0;
+  entry.orphan = entry.dirty = 0;
   entry.waiters = 0;
   Append(region, region.header().free, slot);
 }
@@ -99,25 +119,37 @@ void WakeWaiters(Region& region, SlotEntry& entry) {
   entry.waiters = 0;
 }
 
-// A slot that has just become ready, unpinned or clean: where does it belong?
+// Lists a slot that has just become replaceable; what is of no more use first.
 void Settle(Region& region, uint32_t slot) {
-  SlotEntry& entry = region.slot(slot);
-  if (entry.orphan != 0 && entry.pins == 0 && entry.dirty == 0) {
-    Release(region, slot);
-  } else if (IsReplaceable(entry)) {
-    Append(region, region.header().used, slot);
-  }
+  const SlotEntry& entry = region.slot(slot);
+  if (!IsListed(entry)) return;
+  (entry.orphan != 0 ? Prepend : Append)(region, region.header().used, slot);
 }
 
 }  // namespace
 
-// A free slot, or the one whose use is longest ago; kNone if there is none.
+SlotTable::SlotTable(Region& region, uint32_t workers, uint32_t reserve, uint32_t max_dirty)
+    : region_(region), reserve_(reserve), max_dirty_(max_dirty) {
+  // A stopped process may hold the mutex just now; without the count our pins
+  // would not be seen.
+  for (;;) {
+    const Region::Lock lock(region_);
+    if (!lock.ok() && !region_.IsInert()) continue;
+    if (lock.ok()) region_.process(region_.self()).workers = workers;
+    return;
+  }
+}
+
+// A free slot, or the unpinned one whose use is longest ago; kNone if there is
+// none. Bounded: there are at most as many pins as workers.
 uint32_t SlotTable::Take(bool for_load) {
   RegionHeader& h = region_.header();
   const uint32_t reserve = for_load ? 0 : reserve_;
   if (h.free.count + h.used.count <= reserve) return kNone;
   if (h.free.count == 0) {
-    const uint32_t oldest = h.used.first;
+    uint32_t oldest = h.used.first;
+    while (oldest != kNone && IsPinned(region_, oldest)) oldest = region_.slot(oldest).list_next;
+    if (oldest == kNone) return kNone;
     Remove(region_, h.used, oldest);
     Release(region_, oldest);
   }
@@ -136,10 +168,12 @@ Claim SlotTable::ClaimForLoad(const BlockId& block, uint32_t worker, bool accept
     const SlotRef ref{slot, entry.generation.load(std::memory_order_relaxed)};
     switch (StateOf(entry)) {
       case SlotState::kReady:
-        if (IsReplaceable(entry)) Remove(region_, h.used, slot);
-        region_.process(region_.self()).pinned[worker] = slot;
-        ++entry.pins;
+        region_.process(region_.self()).pinned[worker].store(slot, std::memory_order_relaxed);
         entry.tick = ++h.tick;
+        if (IsListed(entry)) {
+          Remove(region_, h.used, slot);
+          Append(region_, h.used, slot);
+        }
         return {Claim::kReady, ref, CS_OK};
       case SlotState::kLoading:
         entry.waiters |= uint64_t{1} << region_.self();
@@ -201,13 +235,9 @@ Claim SlotTable::ClaimForDump(const BlockId& block) {
   return {Claim::kClaimed, {slot, entry.generation.load(std::memory_order_relaxed)}, CS_OK};
 }
 
-bool SlotTable::Unpin(SlotRef ref, uint32_t worker) {
-  const Region::Lock lock(region_);
-  if (!lock.ok()) return false;
-  SlotEntry& entry = Entry(ref);
-  region_.process(region_.self()).pinned[worker] = kNone;
-  if (--entry.pins == 0) Settle(region_, ref.slot);
-  return true;
+void SlotTable::Unpin(uint32_t worker) {
+  // Release: our copy comes before whoever fills the slot next.
+  region_.process(region_.self()).pinned[worker].store(kNone, std::memory_order_release);
 }
 
 bool SlotTable::Publish(SlotRef ref, bool dirty, uint32_t checksum) {
@@ -215,6 +245,7 @@ bool SlotTable::Publish(SlotRef ref, bool dirty, uint32_t checksum) {
   if (!lock.ok()) return false;
   RegionHeader& h = region_.header();
   SlotEntry& entry = Entry(ref);
+  if (StateOf(entry) != SlotState::kLoading) return true;  // revoked before it came to this
   entry.checksum = checksum;
   entry.dirty = dirty ? 1 : 0;
   SetState(entry, SlotState::kReady);
@@ -244,7 +275,21 @@ bool SlotTable::Clean(SlotRef ref) {
   if (entry.dirty == 0) return true;
   entry.dirty = 0;
   --region_.header().dirty_count;
-  if (entry.pins == 0) Settle(region_, ref.slot);
+  Settle(region_, ref.slot);
+  return true;
+}
+
+bool SlotTable::Revoke(SlotRef ref, Code code) {
+  const Region::Lock lock(region_);
+  if (!lock.ok()) return false;
+  SlotEntry& entry = Entry(ref);
+  entry.code = code;
+  if (StateOf(entry) == SlotState::kLoading) --region_.header().loading_count;
+  SetState(entry, SlotState::kFailed);
+  if (entry.dirty != 0) --region_.header().dirty_count;
+  entry.dirty = 0;
+  WakeWaiters(region_, entry);
+  Settle(region_, ref.slot);
   return true;
 }
 
@@ -273,7 +318,7 @@ void SlotTable::Touch(std::span<const BlockId> blocks) {
     if (slot == kNone) continue;
     SlotEntry& entry = region_.slot(slot);
     entry.tick = ++h.tick;
-    if (StateOf(entry) != SlotState::kReady || !IsReplaceable(entry)) continue;
+    if (!IsListed(entry)) continue;
     Remove(region_, h.used, slot);
     Append(region_, h.used, slot);
   }
@@ -286,12 +331,14 @@ void SlotTable::Clear() {
   for (uint32_t slot = 0; slot < region_.slot_count(); ++slot) {
     SlotEntry& entry = region_.slot(slot);
     if (StateOf(entry) == SlotState::kFree || entry.orphan != 0) continue;
-    if (IsReplaceable(entry)) {
-      Remove(region_, h.used, slot);
+    const bool listed = IsListed(entry);
+    if (listed) Remove(region_, h.used, slot);
+    if (listed && !IsPinned(region_, slot)) {
       Release(region_, slot);
     } else {
       Unlink(region_, slot);
       entry.orphan = 1;
+      Settle(region_, slot);
     }
   }
 }
@@ -323,12 +370,7 @@ std::vector<SlotRef> SlotTable::ReclaimDead() {
 
 // Its pins and its unfinished fillings; dirty slots stay as they are.
 void SlotTable::Reclaim(Region& region, uint32_t process) {
-  for (uint32_t& pinned : region.process(process).pinned) {
-    if (pinned == kNone) continue;
-    SlotEntry& entry = region.slot(pinned);
-    if (entry.pins > 0 && --entry.pins == 0) Settle(region, pinned);
-    pinned = kNone;
-  }
+  for (std::atomic<uint32_t>& cell : region.process(process).pinned) cell.store(kNone);
   const uint64_t bit = uint64_t{1} << process;
   for (uint32_t slot = 0; slot < region.slot_count(); ++slot) {
     SlotEntry& entry = region.slot(slot);
@@ -344,12 +386,6 @@ void SlotTable::Reclaim(Region& region, uint32_t process) {
 
 void SlotTable::Repair(Region& region) {
   RegionHeader& h = region.header();
-  std::vector<uint32_t> pins(region.slot_count(), 0);
-  for (uint32_t p = 0; p < kMaxProcesses; ++p) {
-    for (const uint32_t slot : region.process(p).pinned) {
-      if (slot < region.slot_count()) ++pins[slot];
-    }
-  }
   h.free = h.used = {kNone, kNone, 0};
   h.dirty_count = h.loading_count = 0;
   for (uint64_t b = 0; b < h.bucket_count; ++b) region.bucket(b) = kNone;
@@ -357,7 +393,6 @@ void SlotTable::Repair(Region& region) {
   for (uint32_t slot = 0; slot < region.slot_count(); ++slot) {
     SlotEntry& entry = region.slot(slot);
     entry.hash_next = entry.list_next = entry.list_previous = kNone;
-    entry.pins = pins[slot];
     const SlotState state = StateOf(entry);
     if (state != SlotState::kReady) entry.dirty = 0;
     h.dirty_count += entry.dirty;
@@ -372,10 +407,7 @@ void SlotTable::Repair(Region& region) {
       entry.orphan = entry.dirty = 0;
       entry.generation.fetch_add(1, std::memory_order_release);
       Append(region, h.free, slot);
-    } else if (entry.orphan != 0 && entry.pins == 0 && entry.dirty == 0 &&
-               state != SlotState::kLoading) {
-      Release(region, slot);
-    } else if (IsReplaceable(entry)) {
+    } else if (IsListed(entry)) {
       used.push_back(slot);
     }
   }

@@ -6,7 +6,7 @@
 //   kLoading  its owner alone
 //   kReady    readers that have it pinned; the owner of a dirty one (to store it)
 //   else      nobody
-// A slot leaves kReady only when it has no pins and isn't dirty. A slot of a
+// A slot leaves kReady only when nobody has it pinned and it isn't dirty. A slot of a
 // process that died is given back only when the kernel has released that
 // process's lock: no thread of it runs any more, so nothing can still write.
 //
@@ -52,10 +52,9 @@ struct SlotCounts {
 
 class SlotTable {
  public:
-  // `reserve`: slots that only loads may take. `max_dirty`: dirty slots there
-  // may be.
-  SlotTable(Region& region, uint32_t reserve, uint32_t max_dirty)
-      : region_(region), reserve_(reserve), max_dirty_(max_dirty) {}
+  // `workers`: of this process that pin. `reserve`: slots that only loads may
+  // take. `max_dirty`: dirty slots there may be.
+  SlotTable(Region& region, uint32_t workers, uint32_t reserve, uint32_t max_dirty);
 
   // For a load or a dump by copy worker `worker` of this process.
   // `accept_failed`: a failure is an answer (to somebody who waited for it),
@@ -63,11 +62,14 @@ class SlotTable {
   Claim ClaimForLoad(const BlockId& block, uint32_t worker, bool accept_failed);
   Claim ClaimForDump(const BlockId& block);
 
-  // False: the mutex was not to be had; try again later.
-  [[nodiscard]] bool Unpin(SlotRef ref, uint32_t worker);
+  // Takes no mutex.
+  void Unpin(uint32_t worker);
   // A filled slot: its bytes are in place (and fenced). Wakes who waits.
+  // False, of this and the next three: the mutex was not to be had; try again.
   [[nodiscard]] bool Publish(SlotRef ref, bool dirty, uint32_t checksum);
   [[nodiscard]] bool Fail(SlotRef ref, Code code);
+  // A dirty slot that the tier below didn't even take: kFailed.
+  [[nodiscard]] bool Revoke(SlotRef ref, Code code);
   // A dirty slot is stored, or given up: it may be replaced from now on.
   [[nodiscard]] bool Clean(SlotRef ref);
 

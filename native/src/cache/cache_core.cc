@@ -1,0 +1,248 @@
+#include "cache/cache_core.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+namespace cachestore {
+namespace {
+
+// A dirty slot that can't be stored is tried this often, first after a second,
+// then at doubled distances; then its block is only in the cache.
+constexpr int kStoreAttempts = 6;
+constexpr std::chrono::milliseconds kFirstRetry{1000};
+constexpr std::chrono::milliseconds kReclaimPause{100};
+
+}  // namespace
+
+CacheCore::CacheCore(Region& region, SlotTable& slots, Tier& below, const Geometry& geometry,
+                     EventRing& events, std::chrono::milliseconds peer_patience,
+                     std::chrono::milliseconds timeout)
+    : region_(region),
+      slots_(slots),
+      below_(below),
+      geometry_(geometry),
+      payload_(geometry.payload()),
+      events_(events),
+      timeout_(timeout),
+      waits_(std::make_unique<WaitList>(
+          region, slots, peer_patience,
+          [this](std::vector<SlotRef> adopted) { Adopt(std::move(adopted)); })) {}
+
+void CacheCore::Adopt(std::vector<SlotRef> slots) {
+  if (slots.empty()) return;
+  events_.Add(CS_EVENT_INFO, "storing " + std::to_string(slots.size()) +
+                                 " blocks of a process that is gone");
+  Store(std::move(slots));
+}
+
+void CacheCore::ReclaimSoon() {
+  {
+    const std::lock_guard lock(mutex_);
+    if (std::exchange(reclaim_armed_, true)) return;
+  }
+  waits_->At(WaitList::Clock::now() + kReclaimPause, [this] {
+    {
+      const std::lock_guard lock(mutex_);
+      reclaim_armed_ = false;
+    }
+    Adopt(slots_.ReclaimDead());
+  });
+}
+
+std::vector<uint8_t*> CacheCore::TensorsIn(uint8_t* slot) const {
+  std::vector<uint8_t*> tensors;
+  tensors.reserve(geometry_.tensor_sizes.size());
+  for (const uint64_t size : geometry_.tensor_sizes) {
+    tensors.push_back(slot);
+    slot += size;
+  }
+  return tensors;
+}
+
+Batch CacheCore::BatchOf(std::span<const SlotRef> slots) const {
+  Batch batch;
+  batch.tensors = geometry_.tensor_sizes.size();
+  for (const SlotRef ref : slots) {
+    batch.blocks.push_back(slots_.block(ref));
+    batch.shard_indices.push_back(0);
+    const std::vector<uint8_t*> tensors = TensorsIn(slots_.bytes(ref));
+    batch.addresses.insert(batch.addresses.end(), tensors.begin(), tensors.end());
+  }
+  return batch;
+}
+
+Result<std::shared_ptr<Request>> CacheCore::StartBelow(
+    Batch batch, Status (Tier::*start)(const std::shared_ptr<Request>&), Done done) {
+  uint64_t number;
+  std::shared_ptr<Request> request;
+  bool arm;
+  {
+    const std::lock_guard lock(mutex_);
+    number = next_below_++;
+    request = std::make_shared<Request>(std::move(batch), [this, number, done = std::move(done)] {
+      std::shared_ptr<Request> ended;
+      {
+        const std::lock_guard inner(mutex_);
+        ended = std::move(below_requests_.extract(number).mapped().request);
+      }
+      done(ended->results());
+    });
+    arm = !std::exchange(watch_armed_, true);
+    below_requests_.emplace(number, Below{request, WaitList::Clock::now() + timeout_});
+  }
+  const Status started = (below_.*start)(request);
+  if (!started.ok()) {
+    const std::lock_guard lock(mutex_);
+    below_requests_.erase(number);
+  }
+  if (arm) waits_->At(WaitList::Clock::now() + timeout_, [this] { CancelLate(); });
+  if (!started.ok()) return started;
+  return request;
+}
+
+// Comes again as long as anything is asked of the tier below.
+void CacheCore::CancelLate() {
+  std::vector<std::shared_ptr<Request>> late;
+  const auto now = WaitList::Clock::now();
+  WaitList::Clock::time_point next{};
+  {
+    const std::lock_guard lock(mutex_);
+    for (const auto& [number, below] : below_requests_) {
+      if (below.deadline <= now) {
+        late.push_back(below.request);
+      } else {
+        next = below.deadline;
+        break;
+      }
+    }
+    // What was cancelled and isn't over is on memory that must be waited for.
+    if (next == WaitList::Clock::time_point{} && !below_requests_.empty()) next = now + timeout_;
+    watch_armed_ = next != WaitList::Clock::time_point{};
+  }
+  for (const auto& request : late) below_.Cancel(request, CS_TIMEOUT);
+  if (next != WaitList::Clock::time_point{}) waits_->At(next, [this] { CancelLate(); });
+}
+
+// Does a change of metadata now, or, while a stopped process holds the mutex,
+// as soon as it can.
+template <typename Change>
+void CacheCore::Do(SlotRef ref, Change change) {
+  if (change()) return waits_->Notify(ref);
+  waits_->Later([this, ref, change] {
+    if (!change()) return false;
+    waits_->Notify(ref);
+    return true;
+  });
+}
+
+void CacheCore::Publish(SlotRef ref, bool dirty, uint32_t checksum) {
+  Do(ref, [=, this] { return slots_.Publish(ref, dirty, checksum); });
+}
+
+void CacheCore::Fail(SlotRef ref, Code code) {
+  Do(ref, [=, this] { return slots_.Fail(ref, code); });
+}
+
+void CacheCore::Revoke(SlotRef ref, Code code) {
+  Do(ref, [=, this] { return slots_.Revoke(ref, code); });
+}
+
+void CacheCore::Clean(SlotRef ref) {
+  Do(ref, [=, this] { return slots_.Clean(ref); });
+}
+
+Status CacheCore::StoreOnce(const std::vector<SlotRef>& slots, int attempt) {
+  {
+    const std::lock_guard lock(mutex_);
+    storing_ += slots.size();
+  }
+  const auto started = StartBelow(BatchOf(slots), &Tier::Dump,
+                                  [this, slots, attempt](const std::vector<Code>& codes) {
+                                    EndStored(slots, codes, attempt);
+                                  });
+  if (started.ok()) return Status::Ok();
+  const std::lock_guard lock(mutex_);
+  storing_ -= slots.size();
+  if (storing_ == 0) stored_.notify_all();
+  return started.status();
+}
+
+void CacheCore::Store(std::vector<SlotRef> slots, int attempt) {
+  if (slots.empty()) return;
+  const Status started = StoreOnce(slots, attempt);
+  if (started.ok()) return;
+  {
+    const std::lock_guard lock(mutex_);
+    storing_ += slots.size();  // EndStored takes them off
+  }
+  EndStored(slots, std::vector<Code>(slots.size(), started.code()), attempt);
+}
+
+// Takes the slots off `storing_`, unless they are to be tried again.
+void CacheCore::EndStored(const std::vector<SlotRef>& slots, const std::vector<Code>& codes,
+                          int attempt) {
+  std::vector<SlotRef> again;
+  for (size_t i = 0; i < slots.size(); ++i) {
+    if (codes[i] == CS_OK) {
+      counters_.stored.fetch_add(1, std::memory_order_relaxed);
+      Clean(slots[i]);
+    } else {
+      counters_.store_failed.fetch_add(1, std::memory_order_relaxed);
+      again.push_back(slots[i]);
+    }
+  }
+  bool give_up = attempt + 1 >= kStoreAttempts;
+  {
+    const std::lock_guard lock(mutex_);
+    give_up = give_up || giving_up_;
+    storing_ -= slots.size() - (give_up ? 0 : again.size());
+    if (storing_ == 0) stored_.notify_all();
+  }
+  if (again.empty()) return;
+  if (give_up) {
+    counters_.given_up.fetch_add(again.size(), std::memory_order_relaxed);
+    events_.Add(CS_EVENT_WARNING, "not stored, and only in the cache: " +
+                                      std::to_string(again.size()) + " blocks");
+    for (const SlotRef ref : again) Clean(ref);
+    return;
+  }
+  const auto pause = kFirstRetry * (1 << attempt);
+  waits_->At(WaitList::Clock::now() + pause, [this, again, attempt] {
+    {
+      const std::lock_guard lock(mutex_);
+      storing_ -= again.size();  // Store counts them again
+    }
+    Store(again, attempt + 1);
+  });
+}
+
+size_t CacheCore::storing() const {
+  const std::lock_guard lock(mutex_);
+  return storing_;
+}
+
+bool CacheCore::WaitStored(std::chrono::steady_clock::time_point deadline) {
+  std::unique_lock lock(mutex_);
+  return stored_.wait_until(lock, deadline, [&] { return storing_ == 0; });
+}
+
+void CacheCore::GiveUpStoring() {
+  const std::lock_guard lock(mutex_);
+  giving_up_ = true;
+}
+
+void CacheCore::Close() {
+  waits_->Close();
+  std::vector<std::shared_ptr<Request>> unfinished;
+  {
+    const std::lock_guard lock(mutex_);
+    for (const auto& [number, below] : below_requests_) unfinished.push_back(below.request);
+  }
+  for (const auto& request : unfinished) {
+    below_.Cancel(request, CS_CLOSED);
+    request->Wait();
+  }
+}
+
+}  // namespace cachestore

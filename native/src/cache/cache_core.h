@@ -1,0 +1,122 @@
+// CacheCore: what the two queues of a cache tier share: the region and its
+// slots, the tier below, the waits, and the counters.
+#ifndef CACHESTORE_CACHE_CACHE_CORE_H_
+#define CACHESTORE_CACHE_CACHE_CORE_H_
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <vector>
+
+#include "base/event_ring.h"
+#include "base/quota.h"
+#include "cache/region.h"
+#include "cache/slot_table.h"
+#include "cache/wait_list.h"
+#include "tier/tier.h"
+
+namespace cachestore {
+
+struct CacheCounters {
+  // Shards, by how they ended.
+  std::atomic<uint64_t> hit{0};     // ready in a slot
+  std::atomic<uint64_t> waited{0};  // by another's load of it
+  std::atomic<uint64_t> loaded{0};  // into a slot, from below
+  std::atomic<uint64_t> direct{0};  // from below, without a slot
+  std::atomic<uint64_t> dump_existing{0};
+  std::atomic<uint64_t> dump_cached{0};
+  std::atomic<uint64_t> dump_direct{0};
+  std::atomic<uint64_t> stored{0};        // dirty slots that went below
+  std::atomic<uint64_t> store_failed{0};  // attempts that failed
+  std::atomic<uint64_t> given_up{0};      // dirty slots never stored
+};
+
+class CacheCore {
+ public:
+  CacheCore(Region& region, SlotTable& slots, Tier& below, const Geometry& geometry,
+            EventRing& events, std::chrono::milliseconds peer_patience,
+            std::chrono::milliseconds timeout);
+
+  Region& region() { return region_; }
+  SlotTable& slots() { return slots_; }
+  Tier& below() { return below_; }
+  WaitList& waits() { return *waits_; }
+  EventRing& events() { return events_; }
+  CacheCounters& counters() { return counters_; }
+  const Geometry& geometry() const { return geometry_; }
+  uint64_t payload() const { return payload_; }
+
+  // Where the tensors of a shard lie in a slot.
+  std::vector<uint8_t*> TensorsIn(uint8_t* slot) const;
+  // A request to the tier below for slots.
+  Batch BatchOf(std::span<const SlotRef> slots) const;
+
+  // Starts a request below that ends at the time limit by itself. `done` is
+  // called once with its results, by whoever ends it, unless it is refused.
+  using Done = std::function<void(const std::vector<Code>&)>;
+  Result<std::shared_ptr<Request>> StartBelow(
+      Batch batch, Status (Tier::*start)(const std::shared_ptr<Request>&), Done done);
+
+  // Metadata changes that are never lost, and what follows from them.
+  void Publish(SlotRef ref, bool dirty, uint32_t checksum);
+  void Fail(SlotRef ref, Code code);
+  void Revoke(SlotRef ref, Code code);
+  void Clean(SlotRef ref);
+
+  // Stores dirty slots; tries again, later and later, what fails.
+  void Store(std::vector<SlotRef> slots, int attempt = 0);
+  // As Store's first attempt, but a refusal is the caller's to deal with.
+  Status StoreOnce(const std::vector<SlotRef>& slots, int attempt);
+  // Dirty slots that are being stored or wait for their next attempt.
+  size_t storing() const;
+  // Until nothing is being stored; false if the time was over first.
+  bool WaitStored(std::chrono::steady_clock::time_point deadline);
+  void GiveUpStoring();
+
+  // Looks for processes that died, soon; for when no slot was to be had.
+  void ReclaimSoon();
+
+  // Stops the waits and ends what is asked of the tier below: nothing calls
+  // this object any more.
+  void Close();
+
+ private:
+  template <typename Change>
+  void Do(SlotRef ref, Change change);
+  void CancelLate();
+  void Adopt(std::vector<SlotRef> slots);
+  void EndStored(const std::vector<SlotRef>& slots, const std::vector<Code>& codes, int attempt);
+
+  Region& region_;
+  SlotTable& slots_;
+  Tier& below_;
+  const Geometry geometry_;
+  const uint64_t payload_;
+  EventRing& events_;
+  const std::chrono::milliseconds timeout_;
+  CacheCounters counters_;
+  std::unique_ptr<WaitList> waits_;
+
+  mutable std::mutex mutex_;  // guards all below
+  std::condition_variable stored_;
+  struct Below {
+    std::shared_ptr<Request> request;
+    std::chrono::steady_clock::time_point deadline;
+  };
+  std::map<uint64_t, Below> below_requests_;  // by start, so by deadline
+  uint64_t next_below_ = 0;
+  bool reclaim_armed_ = false;
+  bool watch_armed_ = false;  // a call of CancelLate is due
+  size_t storing_ = 0;
+  bool giving_up_ = false;
+};
+
+}  // namespace cachestore
+
+#endif  // CACHESTORE_CACHE_CACHE_CORE_H_
