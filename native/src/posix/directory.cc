@@ -145,7 +145,13 @@ Status Directory::Publish(const std::string& temporary, const BlockId& block) {
     if (!made.ok() && made.code() != CS_NOT_FOUND) return made;
     moved = env_.Rename(temporary, path);
   }
-  return moved;
+  if (moved.ok() || moved.code() == CS_NOT_FOUND) return moved;
+  const Result<FileInfo> there = env_.Stat(path);
+  if (!there.ok() || !there.value().is_directory) return moved;
+  // Whoever made a directory of that name: no file could ever take its place.
+  if (Status made = env_.MakeDirectories(base_ + "/trash"); !made.ok()) return made;
+  const Status aside = env_.Rename(path, base_ + "/trash/" + env_.UniqueName());
+  return aside.ok() ? env_.Rename(temporary, path) : aside;
 }
 
 Status Directory::WriteManifest() {

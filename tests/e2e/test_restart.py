@@ -1,0 +1,131 @@
+"""A server that ends in the middle of a backup, and the one that is started after it.
+
+Both tests hold the backup half done by a latch: a name at which the store is about to write a
+temporary file (docs/format.md) is a FIFO, whose open waits until somebody reads it.
+"""
+
+import os
+import threading
+from pathlib import Path
+
+PROMPT = 690
+STORED = 640
+PAGES = 10
+PAGE = 64
+
+# Of ten names in a row, two are latches: of four dump workers two wait, and eight pages pass.
+EVERY = 5
+HELD = 2
+
+
+def plant(storage):
+    """Latches among the next temporary files of the only store that writes in ``storage``."""
+    (instance,) = storage.root.glob("*/tmp/*")
+    latches = []
+    for number in range(4, 200, EVERY):
+        latch = instance / str(number)
+        if not latch.exists():
+            os.mkfifo(latch)
+            latches.append(latch)
+    return instance, latches
+
+
+def half_stored(server, storage, ids, computed):
+    """Ask a prompt, whose backup then waits; returns the answer and what holds the backup."""
+    from rig.server import poll
+
+    before = len(storage.blocks())
+    instance, latches = plant(storage)
+    answer = computed(server, ids)
+    enough = before + PAGES - HELD
+    poll(lambda: len(storage.blocks()) >= enough, 30, "all pages but those that are held")
+    assert len(storage.blocks()) == enough
+    return answer, instance, latches
+
+
+def prove(server, attached, storage, complete, torn, restored):
+    """The next life: what was whole is there, what was not is computed, and is stored then."""
+    # SGLang asks for four pages or more, unless told to ask for fewer.
+    with attached(server, "cachestore", storage.config(prefetch_threshold=PAGE)):
+        restored(server, *complete)
+        ids, expected = torn
+        present = [path.exists() for path in storage.pages(ids)]
+        assert sum(present) == PAGES - HELD
+        restored(server, ids, present.index(False) * PAGE, expected)
+        storage.wait(2 * PAGES)
+        restored(server, ids, STORED, expected)
+
+
+def test_sigterm_in_the_middle_of_a_backup(
+    llama_server, attached, storage, prompt, computed, restored
+):
+    """Pinned: SIGTERM ends a server within its time, the store first and whole.
+
+    The page being written when the store is closed is waited for; no file of this store's is left
+    but published blocks; the next server finds them.
+    """
+    from rig.server import poll
+
+    server = llama_server
+    (pid,) = server.pids()
+    first, second = prompt(PROMPT, seed=70), prompt(PROMPT, seed=71)
+    try:
+        with attached(server, "cachestore", storage.config()):
+            cold = computed(server, first)
+            storage.wait(PAGES)
+            torn, instance, latches = half_stored(server, storage, second, computed)
+            stopping = threading.Thread(target=server.stop, kwargs={"timeout": 60})
+            stopping.start()
+            # SGLang looks for a signal every five seconds, then tells the scheduler to end.
+            poll(lambda: not workers(pid, "cs-load"), 30, "the store being closed")
+            assert workers(pid, "cs-dump")
+            readers = [os.open(latch, os.O_RDONLY | os.O_NONBLOCK) for latch in latches]
+            stopping.join(60)
+            assert not stopping.is_alive()
+            for reader in readers:
+                os.close(reader)
+        assert not instance.exists()
+        assert len(storage.blocks()) == 2 * PAGES - HELD
+        assert "Schedulers still alive" not in server.log_text()
+    finally:
+        if not server.alive():
+            server.start()
+    prove(server, attached, storage, (first, STORED, cold), (second, torn), restored)
+
+
+def test_sigkill_in_the_middle_of_a_backup(
+    deepseek_server, attached, storage, prompt, computed, restored
+):
+    """Pinned: what SIGKILL left half written is never served, and is cleared away (F07).
+
+    The temporary files of a store that lives are left alone.
+    """
+    from rig.server import poll
+
+    server = deepseek_server
+    first, second = prompt(PROMPT, seed=72), prompt(PROMPT, seed=73)
+    try:
+        with attached(server, "cachestore", storage.config()):
+            cold = computed(server, first)
+            storage.wait(PAGES)
+            torn, instance, latches = half_stored(server, storage, second, computed)
+            server.kill()
+        assert all(latch.exists() for latch in latches[-HELD:])
+        assert len(storage.blocks()) == 2 * PAGES - HELD
+    finally:
+        if not server.alive():
+            server.start()
+    prove(server, attached, storage, (first, STORED, cold), (second, torn), restored)
+    poll(lambda: not instance.exists(), 30, "the temporary files of the dead being removed")
+
+
+def workers(pid, name):
+    """Threads of the store in the scheduler, by their name; none once it is gone."""
+    tasks = Path(f"/proc/{pid}/task")
+    found = []
+    for comm in tasks.glob("*/comm"):
+        try:
+            found.append(comm.read_text().strip())
+        except OSError:  # ended since
+            continue
+    return [each for each in found if each.startswith(name)]

@@ -1,0 +1,60 @@
+"""Two tensor-parallel ranks: each stores its own pages (MHA), or one for both (MLA)."""
+
+import pytest
+
+PROMPT = 690
+STORED = 640
+PAGES = 10
+PAGE = 64
+
+
+def prove(server, storage, ids, count, computed, restored):
+    """Cold, restored; then with a page missing, which for MHA is one rank's only."""
+    assert len(server.pids()) == 2
+    cold = computed(server, ids)
+    storage.wait(count)
+    restored(server, ids, STORED, cold)
+    last = sorted(storage.manifests())[-1]
+    storage.pages(ids, identity=last)[6].unlink()
+    restored(server, ids, 6 * PAGE, cold)  # the ranks agree on what both have
+    storage.wait(count)
+    restored(server, ids, STORED, cold)
+    return cold
+
+
+def test_mha_ranks_store_their_own(
+    llama_server, attached, serve, storage, prompt, computed, restored
+):
+    """Pinned: both ranks' pages are stored and restored, and are nothing to a server of one."""
+    ids = prompt(PROMPT, seed=80)
+    server = serve(
+        "llama",
+        tp=2,
+        served_model_name="tiny-llama",
+        storage="cachestore",
+        extra_config=storage.config(),
+    )
+    cold = prove(server, storage, ids, 2 * PAGES, computed, restored)
+    server.kill()
+    ranks = storage.manifests()
+    assert sorted(manifest["tp_rank"] for manifest in ranks.values()) == [0, 1]
+    for name in ranks:
+        assert len(storage.blocks(name)) == PAGES
+    with attached(llama_server, "cachestore", storage.config()):
+        alone = computed(llama_server, ids)
+        assert alone.tokens == cold.tokens  # two ranks add up in another order
+        storage.wait(3 * PAGES)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("name", "count"), [("llama", 2 * PAGES), ("deepseek", PAGES)])
+def test_restart(name, count, serve, storage, prompt, computed, restored):
+    """Pinned: the same after a restart; MLA ranks have one set of pages between them."""
+    ids = prompt(PROMPT, seed=81)
+    settings = {"tp": 2, "storage": "cachestore", "extra_config": storage.config()}
+    server = serve(name, **settings)
+    cold = prove(server, storage, ids, count, computed, restored)
+    assert len(storage.manifests()) == count // PAGES
+    server.kill()
+    server.start()
+    restored(server, ids, STORED, cold)
