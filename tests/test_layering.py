@@ -98,8 +98,8 @@ def test_native_includes_go_down(path):
 
 
 def test_system_calls_stay_behind_env():
-    """Pinned: files are touched through base/ alone: Env, which a test can make fail, and the shared
-    memory's own calls, which have a place of their own beside it.
+    """Pinned: system calls are base/'s alone: Env's, which a test can make fail, and next to it
+    those of shared memory.
     """
     headers = re.compile(r"#include <(fcntl|unistd|dirent|sys/(stat|vfs|mman|file|random))\.?h?>")
     callers = {path.name for path in NATIVE.rglob("*.*") if headers.search(path.read_text("utf-8"))}
