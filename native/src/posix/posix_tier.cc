@@ -11,27 +11,6 @@ constexpr size_t kAsidePiece = 128;
 // How long Close waits for workers that should have nothing left to do.
 constexpr std::chrono::milliseconds kJoinPatience{2000};
 
-struct DirectionCounters {
-  std::atomic<uint64_t> requested{0};
-  std::atomic<uint64_t> ok{0};
-  std::atomic<uint64_t> absent{0};
-  std::atomic<uint64_t> corrupt{0};
-  std::atomic<uint64_t> failed{0};
-  std::atomic<uint64_t> no_space{0};
-  std::atomic<uint64_t> timeout{0};
-  std::atomic<uint64_t> refused{0};
-
-  void Count(Code code) {
-    std::atomic<uint64_t>& counter = code == CS_OK          ? ok
-                                     : code == CS_NOT_FOUND ? absent
-                                     : code == CS_CORRUPT   ? corrupt
-                                     : code == CS_NO_SPACE  ? no_space
-                                     : code == CS_TIMEOUT   ? timeout
-                                                            : failed;
-    counter.fetch_add(1, std::memory_order_relaxed);
-  }
-};
-
 uint64_t Value(const std::atomic<uint64_t>& counter) {
   return counter.load(std::memory_order_relaxed);
 }
@@ -43,20 +22,14 @@ void RunShard(Request& request, size_t shard, Work work) {
 
 }  // namespace
 
-struct PosixTier::Direction {
-  explicit Direction(uint64_t depth) : quota(depth) {}
-  Quota quota;
-  DirectionCounters counters;
-};
-
 struct PosixTier::Core {
   Core(std::shared_ptr<EventRing> event_ring, uint64_t depth) : events(std::move(event_ring)),
                                                                 load(depth), dump(depth) {}
 
   const std::shared_ptr<EventRing> events;
   std::unique_ptr<ShardIo> io;
-  Direction load;
-  Direction dump;
+  Admission load;
+  Admission dump;
   std::atomic<uint64_t> lookups{0};
   std::atomic<uint64_t> lookup_hits{0};
   std::atomic<bool> stopping{false};
@@ -222,25 +195,16 @@ Status PosixTier::Submit(WorkerPool& pool, const std::shared_ptr<Request>& reque
 }
 
 // Takes room for the whole request, and gives it back shard by shard.
-Status PosixTier::Start(Direction& direction, WorkerPool& pool,
+Status PosixTier::Start(Admission& direction, WorkerPool& pool,
                         const std::shared_ptr<Request>& request,
                         std::shared_ptr<void> tier_data) {
-  const size_t shards = request->size();
-  direction.counters.requested.fetch_add(shards, std::memory_order_relaxed);
-  Status started(CS_REFUSED, "no room for " + std::to_string(shards) + " shards in a queue of " +
-                                 std::to_string(direction.quota.limit()));
-  if (direction.quota.TryTake(shards)) {
-    request->Prepare(
-        [core = core_, &direction](size_t, Code code) {
-          direction.counters.Count(code);
-          direction.quota.GiveBack(1);
-        },
-        std::move(tier_data));
-    started = Submit(pool, request);
-    if (started.ok()) return started;
-    direction.quota.GiveBack(shards);
-  }
-  direction.counters.refused.fetch_add(shards, std::memory_order_relaxed);
+  // A worker left behind can end a shard when the tier is gone, and the core
+  // with the admission then lives by this.
+  const auto keep_alive = [core = core_] {};
+  Status started = direction.Admit(*request, std::move(tier_data), keep_alive);
+  if (!started.ok()) return started;
+  started = Submit(pool, request);
+  if (!started.ok()) direction.TakeBack(request->size());
   return started;
 }
 
@@ -283,31 +247,36 @@ Status PosixTier::Clear() {
 }
 
 void PosixTier::AddStats(cs_stats& stats) const {
-  const DirectionCounters& load = core_->load.counters;
-  const DirectionCounters& dump = core_->dump.counters;
+  const Admission& load = core_->load;
+  const Admission& dump = core_->dump;
+  const auto failed = [](const Admission& direction) {
+    return direction.ended(CS_INVALID) + direction.ended(CS_IO) + direction.ended(CS_REFUSED) +
+           direction.ended(CS_CLOSED) + direction.ended(CS_NO_MEMORY) +
+           direction.ended(CS_INTERNAL);
+  };
   const uint64_t existing = core_->io->existing();
   const uint64_t payload = core_->io->geometry().payload();
-  const uint64_t dumped = Value(dump.ok) - std::min(Value(dump.ok), existing);
+  const uint64_t dumped = dump.ended(CS_OK) - std::min(dump.ended(CS_OK), existing);
   stats.lookup_blocks += Value(core_->lookups);
   stats.lookup_hits += Value(core_->lookup_hits);
-  stats.load_requested += Value(load.requested);
-  stats.load_ok += Value(load.ok);
-  stats.load_absent += Value(load.absent);
-  stats.load_corrupt += Value(load.corrupt);
-  stats.load_failed += Value(load.failed) + Value(load.no_space);
-  stats.load_timeout += Value(load.timeout);
-  stats.load_refused += Value(load.refused);
-  stats.load_bytes += Value(load.ok) * payload;
-  stats.dump_requested += Value(dump.requested);
+  stats.load_requested += load.requested();
+  stats.load_ok += load.ended(CS_OK);
+  stats.load_absent += load.ended(CS_NOT_FOUND);
+  stats.load_corrupt += load.ended(CS_CORRUPT);
+  stats.load_failed += failed(load) + load.ended(CS_NO_SPACE);
+  stats.load_timeout += load.ended(CS_TIMEOUT);
+  stats.load_refused += load.refused();
+  stats.load_bytes += load.ended(CS_OK) * payload;
+  stats.dump_requested += dump.requested();
   stats.dump_ok += dumped;
   stats.dump_existing += existing;
-  stats.dump_failed += Value(dump.failed) + Value(dump.absent) + Value(dump.corrupt);
-  stats.dump_no_space += Value(dump.no_space);
-  stats.dump_timeout += Value(dump.timeout);
-  stats.dump_refused += Value(dump.refused);
+  stats.dump_failed += failed(dump) + dump.ended(CS_NOT_FOUND) + dump.ended(CS_CORRUPT);
+  stats.dump_no_space += dump.ended(CS_NO_SPACE);
+  stats.dump_timeout += dump.ended(CS_TIMEOUT);
+  stats.dump_refused += dump.refused();
   stats.dump_bytes += dumped * payload;
-  stats.load_outstanding += core_->load.quota.taken();
-  stats.dump_outstanding += core_->dump.quota.taken();
+  stats.load_outstanding += load.outstanding();
+  stats.dump_outstanding += dump.outstanding();
   stats.stuck_workers += load_pool_.stuck() + dump_pool_.stuck() +
                          (aside_pool_ == nullptr ? 0 : aside_pool_->stuck());
 }

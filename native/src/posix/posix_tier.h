@@ -12,10 +12,10 @@
 
 #include "base/env.h"
 #include "base/event_ring.h"
-#include "base/quota.h"
 #include "base/worker_pool.h"
 #include "posix/record.h"
 #include "posix/shard_io.h"
+#include "tier/admission.h"
 #include "tier/tier.h"
 
 namespace cachestore {
@@ -52,12 +52,11 @@ class PosixTier final : public Tier {
   void Close() override;
 
  private:
-  struct Core;       // all that workers use: they may outlive the tier
-  struct Direction;  // load or dump: its quota and counters
+  struct Core;  // all that workers use: they may outlive the tier
 
   PosixTier(std::shared_ptr<Core> core, const PosixOptions& options);
 
-  Status Start(Direction& direction, WorkerPool& pool, const std::shared_ptr<Request>& request,
+  Status Start(Admission& direction, WorkerPool& pool, const std::shared_ptr<Request>& request,
                std::shared_ptr<void> tier_data);
   Status Submit(WorkerPool& pool, const std::shared_ptr<Request>& request);
   uint64_t LookupAside(std::span<const BlockId> blocks, std::span<uint8_t> present,
