@@ -247,36 +247,11 @@ Status PosixTier::Clear() {
 }
 
 void PosixTier::AddStats(cs_stats& stats) const {
-  const Admission& load = core_->load;
-  const Admission& dump = core_->dump;
-  const auto failed = [](const Admission& direction) {
-    return direction.ended(CS_INVALID) + direction.ended(CS_IO) + direction.ended(CS_REFUSED) +
-           direction.ended(CS_CLOSED) + direction.ended(CS_NO_MEMORY) +
-           direction.ended(CS_INTERNAL);
-  };
-  const uint64_t existing = core_->io->existing();
   const uint64_t payload = core_->io->geometry().payload();
-  const uint64_t dumped = dump.ended(CS_OK) - std::min(dump.ended(CS_OK), existing);
   stats.lookup_blocks += Value(core_->lookups);
   stats.lookup_hits += Value(core_->lookup_hits);
-  stats.load_requested += load.requested();
-  stats.load_ok += load.ended(CS_OK);
-  stats.load_absent += load.ended(CS_NOT_FOUND);
-  stats.load_corrupt += load.ended(CS_CORRUPT);
-  stats.load_failed += failed(load) + load.ended(CS_NO_SPACE);
-  stats.load_timeout += load.ended(CS_TIMEOUT);
-  stats.load_refused += load.refused();
-  stats.load_bytes += load.ended(CS_OK) * payload;
-  stats.dump_requested += dump.requested();
-  stats.dump_ok += dumped;
-  stats.dump_existing += existing;
-  stats.dump_failed += failed(dump) + dump.ended(CS_NOT_FOUND) + dump.ended(CS_CORRUPT);
-  stats.dump_no_space += dump.ended(CS_NO_SPACE);
-  stats.dump_timeout += dump.ended(CS_TIMEOUT);
-  stats.dump_refused += dump.refused();
-  stats.dump_bytes += dumped * payload;
-  stats.load_outstanding += load.outstanding();
-  stats.dump_outstanding += dump.outstanding();
+  core_->load.AddLoadStats(stats, payload);
+  core_->dump.AddDumpStats(stats, core_->io->existing(), payload);
   stats.stuck_workers += load_pool_.stuck() + dump_pool_.stuck() +
                          (aside_pool_ == nullptr ? 0 : aside_pool_->stuck());
 }

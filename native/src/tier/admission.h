@@ -3,6 +3,7 @@
 #ifndef CACHESTORE_TIER_ADMISSION_H_
 #define CACHESTORE_TIER_ADMISSION_H_
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <functional>
@@ -46,13 +47,42 @@ class Admission {
     Refuse(shards);
   }
 
-  uint64_t requested() const { return requested_.load(std::memory_order_relaxed); }
-  uint64_t refused() const { return refused_.load(std::memory_order_relaxed); }
-  uint64_t outstanding() const { return quota_.taken(); }
-  // Shards that ended with `code`.
-  uint64_t ended(Code code) const { return ended_[code].load(std::memory_order_relaxed); }
+  // `payload`: bytes of a shard. `existing`: of the dumps that ended well, those
+  // that found their block stored already.
+  void AddLoadStats(cs_stats& stats, uint64_t payload) const {
+    stats.load_requested += Value(requested_);
+    stats.load_ok += Ended(CS_OK);
+    stats.load_absent += Ended(CS_NOT_FOUND);
+    stats.load_corrupt += Ended(CS_CORRUPT);
+    stats.load_failed += OtherFailures() + Ended(CS_NO_SPACE);
+    stats.load_timeout += Ended(CS_TIMEOUT);
+    stats.load_refused += Value(refused_);
+    stats.load_bytes += Ended(CS_OK) * payload;
+    stats.load_outstanding += quota_.taken();
+  }
+  void AddDumpStats(cs_stats& stats, uint64_t existing, uint64_t payload) const {
+    // The two are read one after the other: never less than none.
+    const uint64_t written = Ended(CS_OK) - std::min(Ended(CS_OK), existing);
+    stats.dump_requested += Value(requested_);
+    stats.dump_ok += written;
+    stats.dump_existing += existing;
+    stats.dump_failed += OtherFailures() + Ended(CS_NOT_FOUND) + Ended(CS_CORRUPT);
+    stats.dump_no_space += Ended(CS_NO_SPACE);
+    stats.dump_timeout += Ended(CS_TIMEOUT);
+    stats.dump_refused += Value(refused_);
+    stats.dump_bytes += written * payload;
+    stats.dump_outstanding += quota_.taken();
+  }
 
  private:
+  static uint64_t Value(const std::atomic<uint64_t>& counter) {
+    return counter.load(std::memory_order_relaxed);
+  }
+  uint64_t Ended(Code code) const { return Value(ended_[code]); }
+  uint64_t OtherFailures() const {
+    return Ended(CS_INVALID) + Ended(CS_IO) + Ended(CS_REFUSED) + Ended(CS_CLOSED) +
+           Ended(CS_NO_MEMORY) + Ended(CS_INTERNAL);
+  }
   void Count(Code code) { ended_[code].fetch_add(1, std::memory_order_relaxed); }
   void Refuse(size_t shards) { refused_.fetch_add(shards, std::memory_order_relaxed); }
 
