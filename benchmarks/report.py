@@ -144,6 +144,30 @@ def describe_machine(directories: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
+class OtherProcesses:
+    """How much of the machine's CPUs other processes, and other guests, use while this lives."""
+
+    def __init__(self) -> None:
+        self._started = self._now()
+
+    @staticmethod
+    def _now() -> tuple[float, float, float]:
+        """Seconds, of all CPUs: busy, all, and our own with our children's."""
+        with open("/proc/stat") as file:
+            ticks = [int(field) for field in file.readline().split()[1:9]]  # user ... steal
+        idle = ticks[3] + ticks[4]
+        per_second = os.sysconf("SC_CLK_TCK")
+        own = sum(os.times()[:4])
+        return (sum(ticks) - idle) / per_second, sum(ticks) / per_second, own
+
+    def share(self) -> float:
+        """From 0 to 1."""
+        busy, total, own = (
+            now - then for now, then in zip(self._now(), self._started, strict=True)
+        )
+        return min(1.0, max(0.0, (busy - own) / total)) if total > 0 else 0.0
+
+
 def filesystem(path: str) -> str:
     """The type of the file system that ``path`` is on, such as ``ext4``."""
     wanted = os.path.realpath(path)

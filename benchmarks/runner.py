@@ -20,6 +20,7 @@ import os
 import pathlib
 import shutil
 import signal
+import statistics
 import sys
 import tempfile
 import time
@@ -65,6 +66,7 @@ def run_case(
     say(f"{case.name}: {case.payload / 1e6:.0f} MB each way; filling the host pool")
     pages = HostPages(case)
     samples: Samples = {op: collections.defaultdict(dict) for op in OPS}
+    cpu: Samples = {op: collections.defaultdict(dict) for op in OPS}
     with contextlib.ExitStack() as stack:
         home = stack.enter_context(_temporary_directory(directory))
         subjects = _subjects(case, pages, home, plan, say)
@@ -85,15 +87,17 @@ def run_case(
                     continue
                 spent = _turn(subject, pages, label, case.pages, verify=False)
                 _remove_pages(home, case)
-                for op, figure in spent.items():
+                for op, (figure, on_cpu) in spent.items():
                     figure = figure if op.startswith("lookup") else case.payload / figure / 1e9
                     samples[op][subject.name].setdefault(subject.variant, []).append(figure)
+                    cpu[op][subject.name].setdefault(subject.variant, []).append(on_cpu)
             if number == 0:
                 say(f"{case.name}: warm-up done, loaded pages are byte-equal")
             else:
                 say(f"{case.name}: round {number}/{plan.rounds}  {_latest(samples)}")
         if python is not None:
             say(f"{case.name}: the connector's own time\n{python.table()}")
+    say(f"{case.name}: {_cpu_summary(case, samples, cpu)}")
     rows = []
     for op, by_subject in samples.items():
         plain, absent = op.removesuffix(report.ABSENT), op.endswith(report.ABSENT)
@@ -140,24 +144,28 @@ def _subjects(
 
 def _turn(
     subject: Subject, pages: HostPages, label: str, count: int, *, verify: bool
-) -> dict[str, float]:
+) -> dict[str, tuple[float, float]]:
     """What each op took: seconds, or for a lookup, microseconds for each key asked for.
 
+    The second number is seconds on a CPU, of all threads of this process.
     Absent keys come as one batch of SGLang's, of which a subject need look up only the first.
     """
     keys = _keys(label, count)
     absent = _keys(label + "/absent", min(count, STORAGE_BATCH_SIZE))
-    spent: dict[str, float] = {}
+    spent: dict[str, tuple[float, float]] = {}
 
     def timed(op: str, call: Callable[[Sequence[str]], int], keys: list[str], want: int) -> None:
         is_lookup = call == subject.lookup
         repeats = _LOOKUP_REPEATS if is_lookup else 1
         subject.prepare(keys)
-        started = time.perf_counter()
+        walls, started_cpu = [], time.process_time()
         for _ in range(repeats):
+            started = time.perf_counter()
             got = call(keys)
-        seconds = (time.perf_counter() - started) / repeats
-        spent[op] = seconds / len(keys) * 1e6 if is_lookup else seconds
+            walls.append(time.perf_counter() - started)
+        on_cpu = (time.process_time() - started_cpu) / repeats
+        wall = statistics.median(walls)
+        spent[op] = (wall / len(keys) * 1e6 if is_lookup else wall, on_cpu)
         if got != want:
             raise WrongResult(f"{label}: {op} of {len(keys)} pages answered {got}, not {want}")
 
@@ -187,6 +195,16 @@ def _latest(samples: Samples) -> str:
         + "/".join(f"{max(s[-1] for s in samples[op][name].values()):.2f}" for op in OPS[::2])
         for name in names
     )
+
+
+def _cpu_summary(case: Case, samples: Samples, cpu: Samples) -> str:
+    """CPU time of dumps and loads, which moves less than GB/s where other processes run too."""
+    parts = []
+    for name in samples["dump"]:
+        chosen = {op: report.best(samples[op][name], op) for op in OPS[::2]}
+        medians = [statistics.median(cpu[op][name][variant]) for op, variant in chosen.items()]
+        parts.append(f"{name} " + "/".join(f"{m / case.payload * 1e12:.0f}" for m in medians))
+    return "dump/load, CPU ms per GB: " + "  ".join(parts)
 
 
 def _remove_pages(home: str, case: Case) -> None:
@@ -321,6 +339,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     kinds = {medium: report.filesystem(path) for medium, path in directories.items()}
     _say("file systems: " + ", ".join(f"{medium} on {kind}" for medium, kind in kinds.items()))
     rows: list[report.Row] = []
+    others = report.OtherProcesses()
     try:
         for case in options.cases:
             case = case.quick() if options.quick else case
@@ -339,9 +358,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print("\n" + report.table(rows) + "\n", flush=True)
     for line in report.verdicts(rows):
         print(line)
+    busy = others.share()
+    if busy > 0.1:
+        _say(f"other processes used {busy:.0%} of the CPUs meanwhile: figures are low and vary")
     if not plan.profile:
         machine = report.describe_machine(directories)
-        report.write(options.out, machine | {"rounds": plan.rounds}, rows)
+        machine |= {"rounds": plan.rounds, "cpu_share_of_others": round(busy, 2)}
+        report.write(options.out, machine, rows)
         _say(f"written: {options.out.name}")
     return 0
 

@@ -171,3 +171,9 @@ def test_command_line_writes_the_result_file(tmp_path):
     assert str(tmp_path) not in out.read_text()
     assert str(ROOT) not in out.read_text()
     assert list(tmp_path.iterdir()) == [out]
+
+
+def test_share_of_other_processes_is_a_share():
+    """It goes into the result file, to tell figures of a busy machine from others."""
+    others = report.OtherProcesses()
+    assert 0.0 <= others.share() <= 1.0
