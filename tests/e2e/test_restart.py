@@ -4,6 +4,7 @@ Both tests hold the backup half done by a latch: a name at which the store is ab
 temporary file (docs/format.md) is a FIFO, whose open waits until somebody reads it.
 """
 
+import contextlib
 import os
 import threading
 from pathlib import Path
@@ -28,6 +29,17 @@ def plant(storage):
             os.mkfifo(latch)
             latches.append(latch)
     return instance, latches
+
+
+@contextlib.contextmanager
+def released(latches):
+    """Inside the ``with``, nobody waits at a latch."""
+    with contextlib.ExitStack() as readers:
+        for latch in latches:
+            # Once the last one has passed, the store goes on and removes what is left of them.
+            with contextlib.suppress(FileNotFoundError):
+                readers.callback(os.close, os.open(latch, os.O_RDONLY | os.O_NONBLOCK))
+        yield
 
 
 def half_stored(server, storage, ids, computed):
@@ -76,14 +88,13 @@ def test_sigterm_in_the_middle_of_a_backup(
             torn, instance, latches = half_stored(server, storage, second, computed)
             stopping = threading.Thread(target=server.stop, kwargs={"timeout": 60})
             stopping.start()
-            # SGLang looks for a signal every five seconds, then tells the scheduler to end.
-            poll(lambda: not workers(pid, "cs-load"), 30, "the store being closed")
-            assert workers(pid, "cs-dump")
-            readers = [os.open(latch, os.O_RDONLY | os.O_NONBLOCK) for latch in latches]
-            stopping.join(60)
-            assert not stopping.is_alive()
-            for reader in readers:
-                os.close(reader)
+            try:
+                # SGLang looks for a signal every five seconds, then tells the scheduler to end.
+                poll(lambda: not workers(pid, "cs-load"), 30, "the store being closed")
+                assert workers(pid, "cs-dump")
+            finally:
+                with released(latches):
+                    stopping.join(90)
         assert not instance.exists()
         assert len(storage.blocks()) == 2 * PAGES - HELD
         assert "Schedulers still alive" not in server.log_text()
