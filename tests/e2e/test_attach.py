@@ -38,7 +38,7 @@ def test_threads_and_descriptors_come_back(
     (pid,) = server.pids()
     ids = prompt(PROMPT, seed=30)
     with attached(server, "file"):
-        computed(server, prompt(PROMPT, seed=31))
+        server.generate(prompt(PROMPT, seed=31))
     before = threads(pid), descriptors(pid)
 
     with attached(server, "cachestore", storage.config()):
