@@ -62,7 +62,8 @@ class Admission {
   }
   void AddDumpStats(cs_stats& stats, uint64_t existing, uint64_t payload) const {
     // The two are read one after the other: never less than none.
-    const uint64_t written = Ended(CS_OK) - std::min(Ended(CS_OK), existing);
+    const uint64_t ok = Ended(CS_OK);
+    const uint64_t written = ok - std::min(ok, existing);
     stats.dump_requested += Value(requested_);
     stats.dump_ok += written;
     stats.dump_existing += existing;
