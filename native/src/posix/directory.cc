@@ -135,7 +135,8 @@ bool Directory::HoldsLock(const std::string& path) {
          ours.value().inode == there.value().inode;
 }
 
-Status Directory::Publish(const std::string& temporary, const BlockId& block) {
+Status Directory::Publish(const std::string& temporary, const BlockId& block, uint64_t epoch) {
+  if (epoch != this->epoch()) return env_.Unlink(temporary);  // as if before the clear
   const std::string path = BlockPath(block);
   Status moved = env_.Rename(temporary, path);
   // The fan-out directory isn't there yet, or was deleted. A clear can take it
@@ -145,6 +146,9 @@ Status Directory::Publish(const std::string& temporary, const BlockId& block) {
     if (!made.ok() && made.code() != CS_NOT_FOUND) return made;
     moved = env_.Rename(temporary, path);
   }
+  // A clear counts first and moves the blocks then: one that has missed this
+  // block is noticed here.
+  if (moved.ok() && epoch != this->epoch()) (void)env_.Unlink(path);
   if (moved.ok() || moved.code() == CS_NOT_FOUND) return moved;
   const Result<FileInfo> there = env_.Stat(path);
   if (!there.ok() || !there.value().is_directory) return moved;
@@ -169,6 +173,7 @@ Status Directory::WriteManifest() {
 }
 
 Status Directory::MoveBlocksToTrash() {
+  epoch_.fetch_add(1);
   Status moved;
   for (int tries = 0; tries < kTries; ++tries) {
     if (Status made = env_.MakeDirectories(base_ + "/trash"); !made.ok()) return made;

@@ -60,7 +60,10 @@ class Directory {
   std::string NewTemporaryPath();
   Status MakeTemporaryDirectory();
   // Moves a whole file to its final name, making the fan-out directory.
-  Status Publish(const std::string& temporary, const BlockId& block);
+  // What was accepted in an earlier epoch was cleared, and is removed instead.
+  Status Publish(const std::string& temporary, const BlockId& block, uint64_t epoch);
+  // Counts the clears of this store.
+  uint64_t epoch() const { return epoch_.load(); }
 
   // Makes all blocks disappear at once; RemoveTrash then frees their space.
   Status MoveBlocksToTrash();
@@ -84,6 +87,7 @@ class Directory {
   bool zero_copy_ = false;  // set by Open
   std::atomic<bool> direct_;
   std::atomic<uint64_t> next_temporary_{0};
+  std::atomic<uint64_t> epoch_{0};
 
   std::mutex mutex_;  // guards the lock file; held while tmp/<instance> is made
   FileCloser lock_;

@@ -79,7 +79,9 @@ Result<std::shared_ptr<BlockWrites>> ShardIo::PlanDump(const Batch& batch) const
     if (block == nullptr || block->shards.size() == shards) {
       plan->blocks.push_back(std::make_unique<BlockWrite>());
       block = plan->blocks.back().get();
-      block->temporary = DirectoryOf(batch.blocks[i]).NewTemporaryPath();
+      Directory& directory = DirectoryOf(batch.blocks[i]);
+      block->temporary = directory.NewTemporaryPath();
+      block->epoch = directory.epoch();
       block->checksums.resize(shards * geometry_.tensor_sizes.size());
       block->remaining.store(shards, std::memory_order_relaxed);
     }
@@ -379,7 +381,7 @@ void ShardIo::EndBlock(Request& request, size_t shard, Directory& directory, Blo
     RemoveTemporary(block);
     return;
   }
-  const Status published = directory.Publish(block.temporary, id);
+  const Status published = directory.Publish(block.temporary, id, block.epoch);
   if (!published.ok()) {
     events_.Add(CS_EVENT_WARNING, "publishing a block: " + published.text());
     RemoveTemporary(block);

@@ -27,6 +27,7 @@ namespace cachestore {
 struct BlockWrite {
   std::vector<size_t> shards;  // where they stand in the request
   std::string temporary;
+  uint64_t epoch = 0;                // of its directory, when it was accepted
   std::vector<uint32_t> checksums;   // each shard's worker writes its own
   std::atomic<size_t> remaining{0};  // acq_rel: its end makes `checksums` visible
   std::atomic<bool> existing{false};

@@ -39,7 +39,7 @@ std::vector<std::string> Names(const std::string& path) {
 std::string Store(Opened& opened, const BlockId& id) {
   const std::string temporary = opened.directory.NewTemporaryPath();
   WriteFile(temporary, {1, 2, 3});
-  EXPECT_OK(opened.directory.Publish(temporary, id));
+  EXPECT_OK(opened.directory.Publish(temporary, id, 0));
   return opened.directory.BlockPath(id);
 }
 
@@ -223,7 +223,7 @@ TEST(Directory, TemporaryDirectoryIsMadeAndLockedAgain) {
   other.directory.RemoveTrash(kNever);
   EXPECT_EQ(access(file.c_str(), F_OK), 0);
   EXPECT_OK(opened.directory.MakeTemporaryDirectory());  // there and ours: nothing to do
-  EXPECT_OK(opened.directory.Publish(file, IdOf(1)));
+  EXPECT_OK(opened.directory.Publish(file, IdOf(1), 0));
 }
 
 TEST(Directory, ClearTakesAllBlocksAndNoOthers) {
@@ -289,7 +289,7 @@ TEST(Directory, PublishOutlastsClears) {
   };
   env.Before(Op::kRename, clear);
   env.Before(Op::kMakeDirectory, clear);
-  EXPECT_OK(opened.directory.Publish(temporary, IdOf(1)));
+  EXPECT_OK(opened.directory.Publish(temporary, IdOf(1), 0));
   EXPECT_EQ(access(opened.directory.BlockPath(IdOf(1)).c_str(), F_OK), 0);
 }
 
@@ -297,7 +297,7 @@ TEST(Directory, PublishOutlastsClears) {
 TEST(Directory, PublishOfAMissingFileFails) {
   const TempDir root;
   Opened opened(root.path());
-  EXPECT_EQ(opened.directory.Publish(opened.directory.NewTemporaryPath(), IdOf(1)).code(),
+  EXPECT_EQ(opened.directory.Publish(opened.directory.NewTemporaryPath(), IdOf(1), 0).code(),
             CS_NOT_FOUND);
 }
 
