@@ -1,0 +1,39 @@
+// What a clear does to the dumps that are under way. The rest: conformance.cc.
+#include <thread>
+
+#include "fixture.h"
+#include "harness.h"
+
+namespace cachestore::test {
+
+// A dump accepted before a clear isn't published after it: not one that is being
+// written, and not one that is still queued. One accepted afterwards is.
+TEST(Clear, TakesDumpsThatAreUnderWay) {
+  const TempDir root;
+  StoreSetup setup({root.path()});
+  FaultEnv env;
+  const auto store = OpenOrFail(setup, env);
+  WaitCleaned(setup, env);
+  Pages before(setup, 0, 6);  // two workers: four of them are queued
+  before.Fill();
+  Gate gate;
+  env.Before(Op::kWriteFull, Holding(gate));
+  const Result<cs_task> dump = store->Dump(before.batch());
+  ASSERT_OK(dump);
+  ASSERT_TRUE(gate.WaitArrived(2));
+  EXPECT_OK(store->Clear());
+  Pages after(setup, 100, 2);
+  after.Fill();
+  const Result<cs_task> later = store->Dump(after.batch());
+  ASSERT_OK(later);
+  gate.Open();
+  EXPECT_TRUE(WaitFor(*store, dump.value(), 6) == Repeated(6, CS_OK));
+  EXPECT_TRUE(WaitFor(*store, later.value(), 2) == Repeated(2, CS_OK));
+  EXPECT_TRUE(LookupAll(*store, before) == std::vector<uint8_t>(6, 0));
+  EXPECT_TRUE(LookupAll(*store, after) == std::vector<uint8_t>(2, 1));
+  after.Poison();
+  EXPECT_TRUE(LoadAll(*store, after) == Repeated(2, CS_OK));
+  EXPECT_TRUE(after.HoldsAll());
+}
+
+}  // namespace cachestore::test
