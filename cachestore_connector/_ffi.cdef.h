@@ -47,6 +47,14 @@ typedef struct {
   uint32_t io_direct;
   uint32_t posix_zero_copy;
   uint32_t timeout_ms;
+
+  uint32_t share_buffer_enable;
+  const char* cache_buffer_directory;
+  uint64_t cache_buffer_capacity;
+  uint32_t cache_h2h_worker_number;
+  uint32_t cache_h2h_queue_depth;
+  const char* cache_h2h_cpu_affinity;
+  uint32_t cache_peer_timeout_ms;
 } cs_config;
 
 typedef struct {
@@ -81,6 +89,22 @@ typedef struct {
   uint64_t dump_outstanding;
   uint64_t stuck_workers;
   uint64_t dropped_events;
+
+  uint64_t cache_hit;
+  uint64_t cache_waited;
+  uint64_t cache_loaded;
+  uint64_t cache_direct;
+  uint64_t cache_dumped;
+  uint64_t cache_dumped_direct;
+  uint64_t cache_stored;
+  uint64_t cache_store_failed;
+  uint64_t cache_given_up;
+  uint64_t cache_slots;
+  uint64_t cache_slots_free;
+  uint64_t cache_slots_dirty;
+  uint64_t cache_slots_loading;
+  uint64_t storage_loads;
+  uint64_t storage_dumps;
 } cs_stats;
 
 int cs_open(const cs_config* config, cs_store** out);

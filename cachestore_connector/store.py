@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -42,6 +43,20 @@ class StoreOptions:
     io_direct: bool
     posix_zero_copy: str
     timeout_ms: int
+    share_buffer_enable: bool = True
+    cache_buffer_directory: str = "/dev/shm"
+    cache_buffer_capacity: int = 0
+    cache_h2h_worker_number: int = 4
+    cache_h2h_queue_depth: int = 1024
+    cache_h2h_cpu_affinity: str = "auto"
+    cache_peer_timeout_ms: int = 5000
+
+    @property
+    def piece(self) -> int:
+        """The most blocks that one native request may have."""
+        if self.pipeline == "Posix":
+            return self.posix_queue_depth
+        return min(self.posix_queue_depth, self.cache_h2h_queue_depth)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +127,7 @@ class Store:
 
         ``addresses``, ``sizes``: buffers of native uint64, one a tensor, block after block. The
         memory must stay valid until this returns; it isn't written afterwards. A request of more
-        blocks than ``posix_queue_depth`` goes in pieces; one that finds the queue full ends with
+        blocks than the queue is deep goes in pieces; one that finds the queue full ends with
         `Code.REFUSED` for each of its blocks. Takes at most ``timeout_ms`` for each piece, but
         for I/O on a local filesystem, which is waited for.
         """
@@ -134,7 +149,7 @@ class Store:
                 f"got {len(where)} and {len(lengths)}"
             )
         results: list[int] = []
-        piece = self._options.posix_queue_depth
+        piece = self._options.piece
         for first in range(0, count, piece):
             n = min(piece, count - first)
             batch = ffi.new(
@@ -238,7 +253,16 @@ def _native_config(options: StoreOptions) -> tuple[Any, list[Any]]:
     config.io_direct = int(options.io_direct)
     config.posix_zero_copy = _ZERO_COPY[options.posix_zero_copy]
     config.timeout_ms = options.timeout_ms
-    return config, [strings, pipeline, backends, name, manifest, sizes]
+    directory = ffi.new("char[]", os.fsencode(options.cache_buffer_directory))
+    affinity = ffi.new("char[]", options.cache_h2h_cpu_affinity.encode())
+    config.share_buffer_enable = int(options.share_buffer_enable)
+    config.cache_buffer_directory = directory
+    config.cache_buffer_capacity = options.cache_buffer_capacity
+    config.cache_h2h_worker_number = options.cache_h2h_worker_number
+    config.cache_h2h_queue_depth = options.cache_h2h_queue_depth
+    config.cache_h2h_cpu_affinity = affinity
+    config.cache_peer_timeout_ms = options.cache_peer_timeout_ms
+    return config, [strings, pipeline, backends, name, manifest, sizes, directory, affinity]
 
 
 def _count(block_ids: bytes) -> int:

@@ -56,6 +56,13 @@ cs_config StoreSetup::Config() const {
   config.io_direct = direct ? 1 : 0;
   config.posix_zero_copy = zero_copy;
   config.timeout_ms = timeout_ms;
+  config.share_buffer_enable = share_buffer ? 1 : 0;
+  config.cache_buffer_directory = buffer_directory.c_str();
+  config.cache_buffer_capacity = buffer_capacity;
+  config.cache_h2h_worker_number = copy_workers;
+  config.cache_h2h_queue_depth = copy_queue_depth;
+  config.cache_h2h_cpu_affinity = "none";
+  config.cache_peer_timeout_ms = peer_timeout_ms;
   return config;
 }
 

@@ -34,6 +34,13 @@ struct StoreSetup {
   bool direct = false;
   cs_zero_copy zero_copy = CS_ZERO_COPY_AUTO;
   uint32_t timeout_ms = 5000;
+  // Of the Cache tier.
+  bool share_buffer = true;
+  std::string buffer_directory = "/dev/shm";
+  uint64_t buffer_capacity = 4 << 20;
+  uint32_t copy_workers = 2;
+  uint32_t copy_queue_depth = 1024;
+  uint32_t peer_timeout_ms = 2000;
 
   // Valid until the setup is changed or ends.
   cs_config Config() const;

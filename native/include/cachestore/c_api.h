@@ -78,7 +78,7 @@ typedef uint64_t cs_task;
 
 typedef struct {
   size_t struct_size;
-  const char* pipeline;                /* "Posix" */
+  const char* pipeline;                /* "Posix" or "Cache|Posix" */
   const char* const* storage_backends; /* absolute directories, UTF-8 */
   size_t storage_backend_count;        /* >= 1 */
   const char* identity_name;           /* directory name of this identity */
@@ -94,6 +94,14 @@ typedef struct {
   uint32_t io_direct;         /* 0 or 1: O_DIRECT where the filesystem can */
   uint32_t posix_zero_copy;   /* a cs_zero_copy */
   uint32_t timeout_ms;        /* bound of the calls that do I/O themselves */
+  /* Of the Cache tier; not looked at without one. */
+  uint32_t share_buffer_enable;        /* 0 or 1: one buffer for all processes of a host */
+  const char* cache_buffer_directory;  /* of the shared buffer: a tmpfs */
+  uint64_t cache_buffer_capacity;      /* bytes; 0: by what memory is free */
+  uint32_t cache_h2h_worker_number;    /* copy workers, per direction: 1 to 64 */
+  uint32_t cache_h2h_queue_depth;      /* shards queued + running, per direction */
+  const char* cache_h2h_cpu_affinity;  /* "none", "auto" or CPUs such as "0-3,8" */
+  uint32_t cache_peer_timeout_ms;      /* for another process to load a block */
 } cs_config;
 
 /* n shards of blocks. Shard i is shard shard_indices[i] of block
@@ -132,6 +140,23 @@ typedef struct {
   uint64_t dump_outstanding;
   uint64_t stuck_workers;  /* now: in I/O that outlived its request */
   uint64_t dropped_events; /* the event ring was full */
+  /* Of the Cache tier. The counters above are of what callers asked for, with
+   * or without one. */
+  uint64_t cache_hit;     /* loads from a ready slot */
+  uint64_t cache_waited;  /* loads that waited for another's load of the block */
+  uint64_t cache_loaded;  /* loads into a slot, from the storage */
+  uint64_t cache_direct;  /* loads past the cache */
+  uint64_t cache_dumped;  /* dumps into a slot, stored behind the caller's back */
+  uint64_t cache_dumped_direct; /* dumps past the cache */
+  uint64_t cache_stored;        /* slots that went to the storage */
+  uint64_t cache_store_failed;  /* attempts at that */
+  uint64_t cache_given_up;      /* slots that never did */
+  uint64_t cache_slots;
+  uint64_t cache_slots_free;    /* now, and of all processes */
+  uint64_t cache_slots_dirty;   /* likewise */
+  uint64_t cache_slots_loading; /* likewise */
+  uint64_t storage_loads;       /* shards read from the storage */
+  uint64_t storage_dumps;       /* shards written to it */
 } cs_stats;
 
 /* Opens a store. On failure *out is null. Creates the directories it needs. */
@@ -156,8 +181,8 @@ int cs_dump(cs_store* store, const cs_batch* batch, cs_task* task);
  * Returns CS_OK if the task was known, whatever its shards' results. */
 int cs_wait(cs_store* store, cs_task task, uint32_t timeout_ms, int32_t* results, size_t n);
 
-/* Forgets every block of this store's identity, no other's. Those accepted for
- * dumping and not yet published may still appear. */
+/* Forgets every block of this store's identity, no other's, and those that this
+ * store has accepted for dumping and not published yet. */
 int cs_clear(cs_store* store);
 
 int cs_get_stats(cs_store* store, cs_stats* out);

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "base/aligned_buffer.h"
+#include "cache/cache_tier.h"
 #include "posix/posix_tier.h"
 
 namespace cachestore {
@@ -79,6 +80,36 @@ Result<std::unique_ptr<Tier>> OpenPosix(const cs_config& config, Env& env,
   return PosixTier::Open(env, std::move(events), std::move(options));
 }
 
+Result<CacheOptions> CacheOptionsOf(const cs_config& config, const Geometry& geometry) {
+  for (const Status& status : {
+           CheckRange("share_buffer_enable", config.share_buffer_enable, 0, 1),
+           CheckRange("cache_h2h_worker_number", config.cache_h2h_worker_number, 1, 64),
+           CheckRange("cache_h2h_queue_depth", config.cache_h2h_queue_depth, 1, uint64_t{1} << 30),
+           CheckRange("cache_peer_timeout_ms", config.cache_peer_timeout_ms, 1, uint64_t{1} << 31),
+       }) {
+    if (!status.ok()) return status;
+  }
+  if (config.cache_buffer_directory == nullptr || *config.cache_buffer_directory != '/') {
+    return Invalid("cache_buffer_directory", "not an absolute path", "a directory, as /dev/shm");
+  }
+  if (config.cache_h2h_cpu_affinity == nullptr) {
+    return Invalid("cache_h2h_cpu_affinity", "null", "auto, none, or CPUs such as 0-3,8");
+  }
+  CacheOptions options;
+  options.geometry = geometry;
+  std::copy(std::begin(config.identity_fingerprint), std::end(config.identity_fingerprint),
+            options.fingerprint.begin());
+  options.shared = config.share_buffer_enable != 0;
+  options.directory = config.cache_buffer_directory;
+  options.capacity = config.cache_buffer_capacity;
+  options.workers = config.cache_h2h_worker_number;
+  options.queue_depth = config.cache_h2h_queue_depth;
+  options.cpu_affinity = config.cache_h2h_cpu_affinity;
+  options.timeout = std::chrono::milliseconds(config.timeout_ms);
+  options.peer_timeout = std::chrono::milliseconds(config.cache_peer_timeout_ms);
+  return options;
+}
+
 }  // namespace
 
 Result<Geometry> GeometryOf(const cs_config& config) {
@@ -118,7 +149,16 @@ Result<std::unique_ptr<Tier>> OpenPipeline(const cs_config& config, Env& env,
   if (spec == "Posix") {
     return OpenPosix(config, env, std::move(events), std::move(geometry.value()));
   }
-  return Invalid("pipeline", spec, "Posix");
+  if (spec == "Cache|Posix") {
+    Result<CacheOptions> options = CacheOptionsOf(config, geometry.value());
+    if (!options.ok()) return options.status();
+    Result<std::unique_ptr<Tier>> posix =
+        OpenPosix(config, env, events, std::move(geometry.value()));
+    if (!posix.ok()) return posix;
+    return CacheTier::Open(std::move(options.value()), std::move(posix.value()),
+                           std::move(events));
+  }
+  return Invalid("pipeline", spec, "Posix or Cache|Posix");
 }
 
 }  // namespace cachestore

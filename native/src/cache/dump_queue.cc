@@ -1,0 +1,170 @@
+#include "cache/dump_queue.h"
+
+#include <utility>
+#include <vector>
+
+#include "cache/direct_requests.h"
+
+namespace cachestore {
+namespace {
+
+constexpr int kTries = 3;
+
+}  // namespace
+
+// Belongs to the request, and so doesn't hold it.
+struct DumpQueue::Call : QueueCall {
+  struct Gathered {
+    size_t shard;
+    SlotRef ref;
+    uint32_t checksum;
+  };
+
+  std::atomic<size_t> on_their_way{0};  // shards that haven't arrived; acq_rel
+  std::mutex mutex;                     // guards the two lists until all have arrived
+  std::vector<Gathered> gathered;
+  std::vector<size_t> through;
+};
+
+DumpQueue::Call& DumpQueue::DumpOf(const Request& request) {
+  return static_cast<Call&>(CallOf(request));
+}
+
+Status DumpQueue::Dump(const std::shared_ptr<Request>& request) {
+  if (stopped_.load()) return {CS_CLOSED, "the store is closing"};
+  auto call = std::make_shared<Call>();
+  call->on_their_way.store(request->size(), std::memory_order_relaxed);
+  if (Status admitted = admission_.Admit(*request, std::shared_ptr<QueueCall>(call)); !admitted.ok()) return admitted;
+  std::vector<HostCopyExecutor::Step> steps;
+  steps.reserve(request->size());
+  for (size_t i = 0; i < request->size(); ++i) {
+    steps.push_back([this, step = Step{request, i}](size_t) { Run(step); });
+  }
+  if (executor_.Submit(std::move(steps))) return Status::Ok();
+  admission_.TakeBack(request->size());
+  return {CS_CLOSED, "the store is closing"};
+}
+
+void DumpQueue::Queue(Step step) {
+  if (!executor_.Submit({[this, step](size_t) { Run(step); }})) {
+    step.request->Finish(step.shard, CS_CLOSED);
+    Arrive(step.request);
+  }
+}
+
+void DumpQueue::Run(Step step) {
+  Request& request = *step.request;
+  if (step.tries == 0 && !request.Begin(step.shard, /*touches=*/false)) {
+    return Arrive(step.request);
+  }
+  if (step.tries++ >= kTries) return WriteThrough(step);
+  const Claim claim = core_.slots().ClaimForDump(request.batch().blocks[step.shard]);
+  switch (claim.kind) {
+    case Claim::kReady:
+      core_.counters().dump_existing.fetch_add(1, std::memory_order_relaxed);
+      request.Finish(step.shard, CS_OK);
+      return Arrive(step.request);
+    case Claim::kLoading:  // joins its outcome
+      return core_.waits().Add(claim.ref, [this, step](bool in_time) {
+        in_time ? Queue(step) : WriteThrough(step);
+      });
+    case Claim::kClaimed:
+      return GatherInto(step, claim.ref);
+    case Claim::kNoSlot:
+      core_.ReclaimSoon();
+      return WriteThrough(step);
+    case Claim::kFailed:
+    case Claim::kLocked:
+      return WriteThrough(step);
+  }
+}
+
+void DumpQueue::GatherInto(const Step& step, SlotRef ref) {
+  Request& request = *step.request;
+  Code code = CS_TIMEOUT;
+  uint32_t checksum = 0;
+  if (request.StartTouching(step.shard)) {
+    code = executor_
+               .Gather(core_.slots().bytes(ref), core_.region().header().slot_size,
+                       request.batch().tensors_of(step.shard), core_.geometry().tensor_sizes,
+                       &checksum)
+               .code();
+    if (!request.StopTouching(step.shard)) code = CS_TIMEOUT;
+  }
+  if (code == CS_OK) {
+    Call& call = DumpOf(request);
+    const std::lock_guard lock(call.mutex);
+    call.gathered.push_back({step.shard, ref, checksum});
+  } else {
+    core_.Fail(ref, code);
+    request.Finish(step.shard, code);
+  }
+  Arrive(step.request);
+}
+
+void DumpQueue::WriteThrough(const Step& step) {
+  {
+    Call& call = DumpOf(*step.request);
+    const std::lock_guard lock(call.mutex);
+    call.through.push_back(step.shard);
+  }
+  Arrive(step.request);
+}
+
+void DumpQueue::Arrive(const std::shared_ptr<Request>& request) {
+  if (DumpOf(*request).on_their_way.fetch_sub(1, std::memory_order_acq_rel) == 1) {
+    StoreGathered(request);
+    WriteRest(request);
+  }
+}
+
+void DumpQueue::StoreGathered(const std::shared_ptr<Request>& request) {
+  std::vector<Call::Gathered> live;
+  std::vector<SlotRef> slots;
+  for (const Call::Gathered& each : DumpOf(*request).gathered) {
+    // From here on Cancel waits for us: a dump whose waiter was failed before
+    // is not published, and one that is published doesn't fail its waiter.
+    if (request->StartTouching(each.shard)) {
+      live.push_back(each);
+      slots.push_back(each.ref);
+    } else {
+      core_.Fail(each.ref, CS_TIMEOUT);
+    }
+  }
+  if (live.empty()) return;
+  for (const Call::Gathered& each : live) core_.Publish(each.ref, /*dirty=*/true, each.checksum);
+  const Status started = core_.StoreOnce(slots, /*attempt=*/0);
+  if (!started.ok()) {
+    for (const SlotRef ref : slots) core_.Revoke(ref, started.code());
+  } else {
+    core_.counters().dump_cached.fetch_add(live.size(), std::memory_order_relaxed);
+  }
+  for (const Call::Gathered& each : live) request->Finish(each.shard, started.code());
+}
+
+void DumpQueue::WriteRest(const std::shared_ptr<Request>& request) {
+  std::vector<size_t> shards;
+  Batch batch;
+  batch.tensors = request->batch().tensors;
+  for (const size_t shard : DumpOf(*request).through) {
+    if (!request->StartTouching(shard)) continue;
+    const auto tensors = request->batch().tensors_of(shard);
+    shards.push_back(shard);
+    batch.blocks.push_back(request->batch().blocks[shard]);
+    batch.shard_indices.push_back(request->batch().shard_indices[shard]);
+    batch.addresses.insert(batch.addresses.end(), tensors.begin(), tensors.end());
+  }
+  if (shards.empty()) return;
+  core_.counters().dump_direct.fetch_add(shards.size(), std::memory_order_relaxed);
+  const auto started = core_.StartBelow(
+      std::move(batch), &Tier::Dump, [request, shards](const std::vector<Code>& codes) {
+        for (size_t i = 0; i < shards.size(); ++i) request->Finish(shards[i], codes[i]);
+      });
+  if (started.ok()) {
+    CallOf(*request).direct.Add(core_.below(), started.value());
+  } else {
+    for (const size_t shard : shards) request->Finish(shard, started.status().code());
+  }
+}
+
+}  // namespace cachestore
