@@ -31,6 +31,7 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from . import config as settings
 from . import identity as identities
+from . import weights
 from .errors import CacheStoreError, Code, ConfigError
 from .pages import LayoutError, PageLayout, page_layout
 from .store import Store, StoreOptions
@@ -40,6 +41,9 @@ from .transfer_log import TransferLog
 logger = logging.getLogger("cachestore")
 
 _ALIGNMENT = 4096
+
+# SGLang's version of weights that nobody gave one.
+_NO_VERSION = "default"
 
 # What else SGLang is told that changes a model's KV for the same tokens, beside its path.
 _VARIANT_FIELDS = (
@@ -101,6 +105,7 @@ class CacheStore(HiCacheStorage):
         self._pool: Any = None
         self._throttle = Throttle(logger)
         self._transfers = TransferLog(enabled=storage_config.enable_storage_metrics)
+        self._weights: tuple[int, str] = _weights_now()
 
     # Attach and detach, on the scheduler thread.
 
@@ -110,6 +115,17 @@ class CacheStore(HiCacheStorage):
         Raises `ConfigError` or `StoreError`: SGLang then closes this backend and reports it.
         """
         self.close()
+        self._weights = _weights_now()
+        updates, version = self._weights
+        if updates and version == _NO_VERSION:
+            raise ConfigError(
+                "weight_version",
+                version,
+                "a version of its own for each update of the weights",
+                hint="the weights of this server were updated without one, so that their pages "
+                "can't be told from those of the weights before; give one with the next update, "
+                "or restart the server",
+            )
         if self.storage_config.dcp_size > 1:
             raise ConfigError("dcp_size", self.storage_config.dcp_size, "1 (no DCP)")
         try:
@@ -184,12 +200,34 @@ class CacheStore(HiCacheStorage):
             tp_lcm_size=given.tp_lcm_size,
             start_layer=getattr(pool, "start_layer", None),
             end_layer=getattr(pool, "end_layer", None),
-            variant={
-                name: str(model[name])
-                for name in _VARIANT_FIELDS
-                if model.get(name) not in (None, "", "{}", "auto")
-            },
+            variant=self._variant(model),
         )
+
+    def _variant(self, model: dict[str, Any]) -> dict[str, str]:
+        variant = {
+            name: str(model[name])
+            for name in _VARIANT_FIELDS
+            if model.get(name) not in (None, "", "{}", "auto")
+        }
+        _, version = self._weights
+        if version != _NO_VERSION:
+            variant["weight_version"] = version
+        return variant
+
+    def _open_store(self) -> tuple[Store, identities.Identity, PageLayout] | None:
+        """The store and what goes with it; None while detached or after a weight update."""
+        store, identity, layout = self._store, self.identity, self._layout
+        if store is None or identity is None or layout is None:
+            return None
+        if self._weights != _weights_now():
+            self._throttle.log(
+                logging.ERROR,
+                "weights updated",
+                "CacheStore: the weights were updated since attach, and what is stored is the "
+                "old ones': nothing is stored or restored until the backend is attached again",
+            )
+            return None
+        return store, identity, layout
 
     def _close_before_destroy(self, pool: Any) -> None:
         """Have the store closed before the pool's memory goes.
@@ -239,9 +277,10 @@ class CacheStore(HiCacheStorage):
         self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> int:
         """How many of the first pages are stored without a gap."""
-        store, identity = self._store, self.identity
-        if store is None or identity is None:
+        opened = self._open_store()
+        if opened is None:
             return 0
+        store, identity, _ = opened
         return store.lookup_prefix(identity.block_ids(keys))
 
     def exists(self, key: str) -> bool:
@@ -275,9 +314,10 @@ class CacheStore(HiCacheStorage):
         return None if self._layout is None else self._layout.addresses(host_indices, len(keys))
 
     def _transfer(self, move: Callable, keys: Sequence[str], addresses: Any) -> list[bool]:
-        store, identity, layout = self._store, self.identity, self._layout
-        if store is None or identity is None or layout is None or not keys:
+        opened = self._open_store()
+        if opened is None or not keys:
             return [False] * len(keys)
+        store, identity, layout = opened
         needed = len(keys) * len(layout.tensor_sizes)
         if self._sizes.numel() < needed:
             self._sizes = torch.tensor(layout.tensor_sizes * len(keys), dtype=torch.int64)
@@ -443,6 +483,15 @@ def _model_bag() -> dict[str, Any]:
     except ValueError:  # not published: a test, or a tool
         return {}
     return {name: getattr(bag, name, None) for name in names}
+
+
+def _weights_now() -> tuple[int, str]:
+    """(updates in place, version) of the weights that are served at present."""
+    try:
+        version = runtime_context.get_serving().weight_version
+    except (ValueError, AttributeError):
+        version = None
+    return weights.updates, str(version or _NO_VERSION)
 
 
 def _kv_dtype(pool: Any, model: dict[str, Any]) -> str:

@@ -17,6 +17,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from . import weights
 from .errors import CacheStoreError, ConfigError
 
 logger = logging.getLogger("cachestore")
@@ -27,12 +28,17 @@ _OPTION = "--hicache-storage-backend"
 _ADD_CLI_ARGS = "sglang.srt.server_args.ServerArgs.add_cli_args"
 _CREATE = "sglang.srt.mem_cache.storage.backend_factory.StorageBackendFactory._do_create_backend"
 _ATTACH = "sglang.srt.managers.cache_controller.HiCacheController.attach_storage_backend"
+_WEIGHTS = (
+    "sglang.srt.managers.scheduler_components.weight_updater."
+    "SchedulerWeightUpdaterManager.flush_cache_after_weight_update"
+)
 
 # What each hook relies on: the parameters it uses, by name and in this order.
 _PARAMETERS = {
     _ADD_CLI_ARGS: ["parser"],
     _CREATE: ["backend_name", "storage_config", "mem_pool_host"],
     _ATTACH: ["self", "storage_backend"],
+    _WEIGHTS: ["self", "recv_req"],
 }
 
 INSTEAD = (
@@ -59,6 +65,8 @@ def register() -> None:
     HookRegistry.register(_CREATE, _create_backend, HookType.AROUND)
     # SGLang chooses the zero-copy calls (batch_get_v1, batch_set_v1) by the backend's name.
     HookRegistry.register(_ATTACH, _attach, HookType.AROUND)
+    # SGLang drops what the old weights left in L1 and L2 here, and only there.
+    HookRegistry.register(_WEIGHTS, _weights_updated, HookType.BEFORE)
 
 
 def _offer_choice(result: Any, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
@@ -101,6 +109,11 @@ def _attach(
     controller.page_get_func = controller._page_get_zero_copy
     controller.page_set_func = controller._page_set_zero_copy
     return result
+
+
+def _weights_updated(*_: Any, **__: Any) -> None:
+    """Before SGLang's: the weights are others now."""
+    weights.count_update()
 
 
 def _refuse_side_pools(controller: Any) -> None:

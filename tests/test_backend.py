@@ -393,3 +393,29 @@ def test_all_calls_at_once(attach):
         thread.join(30)
     assert failures == []
     assert backend.batch_exists(names) == 4
+
+
+def test_updated_weights_end_the_use_of_what_is_stored(attach, caplog, monkeypatch):
+    """Pinned (F22): after an update in place nothing of the old weights is found, or mixed in.
+
+    A new attach needs a weight version, and is another identity with one.
+    """
+    from cachestore_connector import backend as module
+    from cachestore_connector import weights
+
+    monkeypatch.setattr(weights, "updates", 0)
+    pool = host_pools.mha_pool(fill=15)
+    backend = attach(pool)
+    names = keys(2)
+    backend.batch_set_v1(names, host_pools.indices(pool, [0, 1]))
+    weights.count_update()
+    assert backend.batch_exists(names) == 0
+    assert backend.batch_get_v1(names, host_pools.indices(pool, [2, 3])) == [False] * 2
+    assert backend.batch_set_v1(keys(1, 5), host_pools.indices(pool, [0])) == [False]
+    assert "weights were updated" in caplog.text
+    with pytest.raises(ConfigError, match="weight_version = 'default'"):
+        attach(host_pools.mha_pool())
+    monkeypatch.setattr(module, "_weights_now", lambda: (1, "step-2"))
+    updated = attach(host_pools.mha_pool())
+    assert updated.batch_exists(names) == 0
+    assert updated.identity.manifest()["variant"] == {"weight_version": "step-2"}

@@ -16,7 +16,7 @@ NATIVE = ROOT / "native" / "src"
 LAYERS = [
     {"plugin"},
     {"backend"},
-    {"config", "identity", "pages", "store", "throttle", "transfer_log"},
+    {"config", "identity", "pages", "store", "throttle", "transfer_log", "weights"},
     {"_config_file", "_setting_types", "_ffi"},
     {"errors", "_native"},
 ]

@@ -31,7 +31,7 @@ def run(code, **env):
 
 
 def test_loaded_by_its_entry_point():
-    """Pinned: installing registers the plugin; SGLang loads it, and all three hooks took."""
+    """Pinned: installing registers the plugin; SGLang loads it, and all hooks took."""
     code = """
 from sglang.srt.plugins import load_plugins
 load_plugins()
