@@ -155,6 +155,7 @@ class Storage:
 
     def __init__(self, root):
         self.root = Path(root)
+        self._fillers = set()
 
     def config(self, **settings):
         """An extra config that stores here."""
@@ -167,10 +168,9 @@ class Storage:
 
     def blocks(self, identity="*"):
         """Published block files, but for those of ``restored``'s filler."""
-        found = set(self.root.glob(f"{identity}/blocks/*/*"))
         for name, manifest in self.manifests().items():
-            found.difference_update(self.pages(_filler(), manifest["page_size"], name))
-        return sorted(found)
+            self._fillers.update(self.pages(_filler(), manifest["page_size"], name))
+        return sorted(set(self.root.glob(f"{identity}/blocks/*/*")) - self._fillers)
 
     def temporaries(self):
         """Files being written, and those that a store which is gone left behind."""
