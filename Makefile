@@ -23,7 +23,7 @@ SHELL := bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help setup demo test soak bench lint native-test native-soak clean FORCE
+.PHONY: help setup demo test soak bench lint native-build native-test native-soak clean FORCE
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1	/p' $(MAKEFILE_LIST) | expand -t 14
@@ -33,7 +33,7 @@ setup: $(DONE)/package ## create .venv and install SGLang, the rig and this pack
 demo: setup ## the real SGLang server stores and restores KV pages (about two minutes)
 	@PYTHONPATH=tests $(RUN) -m rig.demo $(DEMO)
 
-test: lint native-test ## every test that fits a short run
+test: lint native-test ## all set-up, then every test that fits a short run
 	@echo "[test] python tests, then end to end with the real SGLang server"
 	$(RUN) -m pytest -m "not soak"
 
@@ -51,26 +51,32 @@ lint: setup ## ruff and clang-format, changing nothing
 	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/clang-format --dry-run -Werror $(NATIVE_SOURCES)
 
-# The shell function both native targets use; TSan can't run under some kernels' address space
-# randomisation, which setarch turns off where that is permitted.
+# TSan can't run under some kernels' address space randomisation, which setarch turns off where that
+# is permitted.
 define native-run
+fixed=; setarch -R true 2>/dev/null && fixed="setarch -R"; \
 for sanitizer in $(SANITIZERS); do \
-    build=build/native-$$sanitizer; \
     echo "[test] native tests, $$sanitizer sanitizer"; \
-    PATH="$(BIN):$$PATH"; \
-    cmake -S native -B $$build -G Ninja -DCACHESTORE_SANITIZE=$$sanitizer >$$build.log 2>&1 \
-        && cmake --build $$build >>$$build.log 2>&1 \
-        || { cat $$build.log; exit 1; }; \
-    fixed=; setarch -R true 2>/dev/null && fixed="setarch -R"; \
-    $$fixed ctest --test-dir $$build --output-on-failure $(1) || exit 1; \
+    $$fixed "$(BIN)/ctest" --test-dir build/native-$$sanitizer --output-on-failure $(1); \
 done
 endef
 
-native-test: setup
-	@mkdir -p build; $(call native-run,-LE soak)
+# Part of the set-up, as compiling the package is: about two minutes for each sanitizer the first
+# time, and only what changed afterwards.
+native-build: setup
+	@for sanitizer in $(SANITIZERS); do \
+	    build=build/native-$$sanitizer; mkdir -p $$build; \
+	    echo "[setup] compiling the native tests, $$sanitizer sanitizer"; \
+	    PATH="$(BIN):$$PATH"; \
+	    { cmake -S native -B $$build -G Ninja -DCACHESTORE_SANITIZE=$$sanitizer \
+	        && cmake --build $$build; } >$$build.log 2>&1 || { cat $$build.log; exit 1; }; \
+	done
 
-native-soak: setup
-	@mkdir -p build; $(call native-run,-L soak --no-tests=ignore)
+native-test: native-build
+	@$(call native-run,-LE soak)
+
+native-soak: native-build
+	@$(call native-run,-L soak --no-tests=ignore)
 
 clean: ## remove what was built; .venv stays
 	rm -rf build dist *.egg-info tests/rig/plugin/build tests/rig/plugin/*.egg-info
