@@ -281,7 +281,17 @@ class CacheStore(HiCacheStorage):
         if opened is None:
             return 0
         store, identity, _ = opened
-        return store.lookup_prefix(identity.block_ids(keys))
+        # In growing pieces: most prefixes end at once or not at all, and deriving the ids of
+        # keys that don't matter costs as much as looking them up.
+        length, piece = 0, 1
+        while length < len(keys):
+            part = keys[length : length + piece]
+            found = store.lookup_prefix(identity.block_ids(part))
+            length += found
+            if found < len(part):
+                break
+            piece *= 16
+        return length
 
     def exists(self, key: str) -> bool:
         """Whether a page is stored."""
