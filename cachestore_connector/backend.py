@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from sglang.srt import runtime_context
 from sglang.srt.mem_cache.hicache_storage import (
@@ -41,6 +42,7 @@ from .transfer_log import TransferLog
 logger = logging.getLogger("cachestore")
 
 _ALIGNMENT = 4096
+_SGLANG_BATCH = 128  # pages of one call at most, but for the hybrid controller's
 
 # SGLang's version of weights that nobody gave one.
 _NO_VERSION = "default"
@@ -157,7 +159,7 @@ class CacheStore(HiCacheStorage):
             )
         )
         self.identity, self._layout = identity, layout
-        self._sizes = torch.tensor(layout.tensor_sizes * 128, dtype=torch.int64)
+        self._sizes = np.tile(np.array(layout.tensor_sizes, dtype=np.int64), _SGLANG_BATCH)
         self.mem_pool_host = mem_pool_host
         self._close_before_destroy(mem_pool_host)
         logger.info(
@@ -329,10 +331,10 @@ class CacheStore(HiCacheStorage):
             return [False] * len(keys)
         store, identity, layout = opened
         needed = len(keys) * len(layout.tensor_sizes)
-        if self._sizes.numel() < needed:
-            self._sizes = torch.tensor(layout.tensor_sizes * len(keys), dtype=torch.int64)
+        if len(self._sizes) < needed:
+            self._sizes = np.tile(np.array(layout.tensor_sizes, dtype=np.int64), len(keys))
         started = time.perf_counter()
-        codes = move(store, identity.block_ids(keys), addresses, self._sizes.numpy())
+        codes = move(store, identity.block_ids(keys), addresses, self._sizes)
         seconds = time.perf_counter() - started
         results = [code == Code.OK for code in codes]
         done = sum(results)
@@ -413,7 +415,7 @@ class CacheStore(HiCacheStorage):
                     f"a flat page has {layout.page_bytes} bytes here, got one of {page.nbytes}"
                 )
             table += layout.flat_addresses(page.data_ptr())
-        return torch.tensor(table, dtype=torch.int64).numpy()
+        return np.array(table, dtype=np.int64)
 
     # The calls of models with several pools. Only KV alone can be served for now.
 

@@ -144,7 +144,7 @@ class Config:
     )
     posix_dump_worker_number: int = _setting(
         Int(1, 256),
-        4,
+        8,
         "Threads that write block files.",
         "Raise it if backups fall behind; lower it if they slow down loads.",
         unit="threads",

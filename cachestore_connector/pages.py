@@ -2,7 +2,7 @@
 
 A host pool tells them itself (``get_page_buffer_meta``), in a Python loop over pages and layers.
 Host pools are plain arrays, so the address of a tensor is linear in the page number; `PageLayout`
-learns base and stride of each tensor once and computes a batch in one tensor operation.
+learns base and stride of each tensor once and computes a batch in one array operation.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import numpy as np
 import torch
 
 # Layouts whose pages are known to be whole, contiguous ranges per tensor.
@@ -25,7 +26,7 @@ class PageLayout:
     """Where the tensors of a host pool's pages lie. Immutable; safe between threads.
 
     ``page_size``: tokens. ``page_count``: pages of the pool. ``tensor_sizes``: bytes, in the
-    pool's own order. ``bases``, ``strides``: int64 tensors of one number per tensor: its address
+    pool's own order. ``bases``, ``strides``: int64, one number per tensor: its address
     in page 0, and from one page to the next. ``flat_order``: the order of the tensors in SGLang's
     flat page (``get_data_page``), a slice of the pool's one buffer: by address. For layer_first
     that is all K layers, then all V layers, while the tensors alternate.
@@ -34,8 +35,8 @@ class PageLayout:
     page_size: int
     page_count: int
     tensor_sizes: tuple[int, ...]
-    bases: torch.Tensor
-    strides: torch.Tensor
+    bases: np.ndarray
+    strides: np.ndarray
     flat_order: tuple[int, ...]
 
     @property
@@ -43,8 +44,8 @@ class PageLayout:
         """Bytes of one page, all tensors."""
         return sum(self.tensor_sizes)
 
-    def addresses(self, host_indices: torch.Tensor, pages: int) -> Any:
-        """Addresses of ``pages`` pages' tensors, page after page: a uint64-sized buffer.
+    def addresses(self, host_indices: torch.Tensor, pages: int) -> np.ndarray:
+        """Addresses of ``pages`` pages' tensors: int64, (pages, tensors), page after page.
 
         ``host_indices``: int64 on the CPU, ``pages * page_size`` token slots, each page's from
         its first slot on. Raises ValueError for anything else.
@@ -54,19 +55,18 @@ class PageLayout:
                 f"{pages} pages of {self.page_size} tokens need {pages * self.page_size} host "
                 f"indices, got {host_indices.numel()}"
             )
-        first = host_indices.reshape(pages, self.page_size)[:, 0].to(torch.int64)
-        numbers = torch.div(first, self.page_size, rounding_mode="floor")
+        first = host_indices.numpy()[:: self.page_size]
+        numbers = first // self.page_size
         if pages and (
-            bool((first != numbers * self.page_size).any())
-            or int(numbers.min()) < 0
-            or int(numbers.max()) >= self.page_count
+            (first != numbers * self.page_size).any()
+            or numbers.min() < 0
+            or numbers.max() >= self.page_count
         ):
             raise ValueError(
                 f"host indices {first.tolist()[:8]}... don't all start one of the pool's "
                 f"{self.page_count} pages of {self.page_size} tokens"
             )
-        table = self.bases + numbers[:, None] * self.strides
-        return table.contiguous().numpy()
+        return self.bases + numbers[:, None] * self.strides
 
     def flat_addresses(self, address: int) -> list[int]:
         """Addresses of the tensors of a flat page that lies at ``address``, in the pool's order."""
@@ -99,12 +99,12 @@ def page_layout(pool: Any) -> PageLayout:
         raise LayoutError("host pools shared between ranks are not supported")
     size, count = pool.page_size, pool.page_num
     bases, sizes = _page_meta(pool, 0)
-    strides = torch.zeros_like(bases)
+    strides = np.zeros_like(bases)
     if count > 1:
         strides = _page_meta(pool, 1)[0] - bases
     for number in {count // 2, count - 1}:
         addresses, same = _page_meta(pool, number)
-        if same != sizes or not torch.equal(addresses, bases + number * strides):
+        if same != sizes or not np.array_equal(addresses, bases + number * strides):
             raise LayoutError(f"host pool {name}: page {number} doesn't lie as page 0 and 1 do")
     flat_order = range(len(sizes))
     if isinstance(pool.kv_buffer, torch.Tensor):
@@ -112,7 +112,7 @@ def page_layout(pool: Any) -> PageLayout:
     return PageLayout(size, count, sizes, bases, strides, tuple(flat_order))
 
 
-def _page_meta(pool: Any, number: int) -> tuple[torch.Tensor, tuple[int, ...]]:
+def _page_meta(pool: Any, number: int) -> tuple[np.ndarray, tuple[int, ...]]:
     indices = torch.arange(number * pool.page_size, (number + 1) * pool.page_size)
     addresses, sizes = pool.get_page_buffer_meta(indices)
-    return torch.tensor(addresses, dtype=torch.int64), tuple(int(size) for size in sizes)
+    return np.array(addresses, dtype=np.int64), tuple(int(size) for size in sizes)

@@ -66,19 +66,20 @@ class ShardIo {
 
  private:
   struct Transfer;
+  struct Piece;
   struct How {
     bool direct;     // O_DIRECT
     bool zero_copy;  // no buffer of ours between
   };
 
   Code ReadAndCheck(Transfer& transfer);
+  std::vector<Piece> Pieces(const Transfer& transfer, bool with_record) const;
   void SetAside(const std::string& path, const FileInfo& info, const std::string& why);
 
-  void WriteShard(Request& request, size_t shard, Directory& directory, BlockWrite& block,
-                  How how, WorkerPool::Scratch& scratch);
+  void WriteShard(Request& request, size_t shard, Directory& directory, BlockWrite& block, How how,
+                  WorkerPool::Scratch& scratch);
   Status Write(Transfer& transfer, BlockWrite& block);
-  Status WriteParts(Directory& directory, BlockWrite& block, bool direct,
-                    std::span<iovec> parts, uint64_t offset);
+  Result<FileCloser> OpenTemporary(Directory& directory, BlockWrite& block, bool& direct);
   void EndBlock(Request& request, size_t shard, Directory& directory, BlockWrite& block,
                 WorkerPool::Scratch& scratch);
   void WriteRecord(const BlockId& id, Directory& directory, BlockWrite& block,
