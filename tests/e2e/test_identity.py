@@ -1,9 +1,11 @@
 """Identity on the real server: what changes the bytes of a page for the same tokens is a miss."""
 
 import shutil
+from pathlib import Path
 
 import pytest
 
+SHIPPED = Path(__file__).resolve().parents[2] / "configs" / "cachestore.yaml"
 PROMPT = 690
 STORED = 640
 PAGES = 10
@@ -31,9 +33,6 @@ def test_another_model_under_the_same_name(
 
     The other one is started with the shipped configuration, and stores in XDG_CACHE_HOME.
     """
-    from rig.checkpoints import __file__ as here
-
-    shipped = here.replace("tests/rig/checkpoints.py", "configs/cachestore.yaml")
     storage, ids = storage_at(tmp_path / "cachestore"), prompt(PROMPT, seed=60)
     first, name = keep(llama_server, attached, storage, ids, computed)
 
@@ -41,7 +40,7 @@ def test_another_model_under_the_same_name(
         checkpoint("llama", seed=1),
         served_model_name="tiny-llama",
         storage="cachestore",
-        extra_config=f"@{shipped}",
+        extra_config=f"@{SHIPPED}",
         env={"XDG_CACHE_HOME": str(tmp_path)},
     )
     second = computed(other, ids)
