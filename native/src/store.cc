@@ -97,8 +97,8 @@ Result<size_t> Store::LookupPrefix(std::span<const BlockId> blocks) {
 
 Result<Batch> Store::BatchOf(const cs_batch& batch) const {
   const size_t tensors = geometry_.tensor_sizes.size();
-  if (batch.n > 0 && (batch.block_ids == nullptr || batch.addresses == nullptr ||
-                      batch.sizes == nullptr)) {
+  if (batch.n > 0 &&
+      (batch.block_ids == nullptr || batch.addresses == nullptr || batch.sizes == nullptr)) {
     return Status(CS_INVALID, "block_ids, addresses or sizes is null");
   }
   if (batch.m != tensors) {

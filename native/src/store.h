@@ -51,8 +51,7 @@ class Store {
   Result<cs_task> Start(const cs_batch& batch,
                         Status (Tier::*start)(const std::shared_ptr<Request>&));
   // Waits for a request to end by the deadline, then makes it end.
-  void End(const std::shared_ptr<Request>& request, Request::Clock::time_point deadline,
-           Code late);
+  void End(const std::shared_ptr<Request>& request, Request::Clock::time_point deadline, Code late);
 
   const std::unique_ptr<Tier> tier_;
   const Geometry geometry_;

@@ -67,11 +67,7 @@ typedef enum {
   CS_ZERO_COPY_NEVER = 2   /* always through a buffer of the store's */
 } cs_zero_copy;
 
-typedef enum {
-  CS_EVENT_INFO = 0,
-  CS_EVENT_WARNING = 1,
-  CS_EVENT_ERROR = 2
-} cs_event_level;
+typedef enum { CS_EVENT_INFO = 0, CS_EVENT_WARNING = 1, CS_EVENT_ERROR = 2 } cs_event_level;
 
 typedef struct cs_store cs_store;
 typedef uint64_t cs_task;
@@ -95,13 +91,13 @@ typedef struct {
   uint32_t posix_zero_copy;   /* a cs_zero_copy */
   uint32_t timeout_ms;        /* bound of the calls that do I/O themselves */
   /* Of the Cache tier; not looked at without one. */
-  uint32_t share_buffer_enable;        /* 0 or 1: one buffer for all processes of a host */
-  const char* cache_buffer_directory;  /* of the shared buffer: a tmpfs */
-  uint64_t cache_buffer_capacity;      /* bytes; 0: by what memory is free */
-  uint32_t cache_h2h_worker_number;    /* copy workers, per direction: 1 to 64 */
-  uint32_t cache_h2h_queue_depth;      /* shards queued + running, per direction */
-  const char* cache_h2h_cpu_affinity;  /* "none", "auto" or CPUs such as "0-3,8" */
-  uint32_t cache_peer_timeout_ms;      /* for another process to load a block */
+  uint32_t share_buffer_enable;       /* 0 or 1: one buffer for all processes of a host */
+  const char* cache_buffer_directory; /* of the shared buffer: a tmpfs */
+  uint64_t cache_buffer_capacity;     /* bytes; 0: by what memory is free */
+  uint32_t cache_h2h_worker_number;   /* copy workers, per direction: 1 to 64 */
+  uint32_t cache_h2h_queue_depth;     /* shards queued + running, per direction */
+  const char* cache_h2h_cpu_affinity; /* "none", "auto" or CPUs such as "0-3,8" */
+  uint32_t cache_peer_timeout_ms;     /* for another process to load a block */
 } cs_config;
 
 /* n shards of blocks. Shard i is shard shard_indices[i] of block
@@ -142,11 +138,11 @@ typedef struct {
   uint64_t dropped_events; /* the event ring was full */
   /* Of the Cache tier. The counters above are of what callers asked for, with
    * or without one. */
-  uint64_t cache_hit;     /* loads from a ready slot */
-  uint64_t cache_waited;  /* loads that waited for another's load of the block */
-  uint64_t cache_loaded;  /* loads into a slot, from the storage */
-  uint64_t cache_direct;  /* loads past the cache */
-  uint64_t cache_dumped;  /* dumps into a slot, stored behind the caller's back */
+  uint64_t cache_hit;           /* loads from a ready slot */
+  uint64_t cache_waited;        /* loads that waited for another's load of the block */
+  uint64_t cache_loaded;        /* loads into a slot, from the storage */
+  uint64_t cache_direct;        /* loads past the cache */
+  uint64_t cache_dumped;        /* dumps into a slot, stored behind the caller's back */
   uint64_t cache_dumped_direct; /* dumps past the cache */
   uint64_t cache_stored;        /* slots that went to the storage */
   uint64_t cache_store_failed;  /* attempts at that */

@@ -172,8 +172,8 @@ class RealEnv final : public Env {
       // Only before the kernel's generator is seeded: time, pid and a counter.
       static std::atomic<uint64_t> calls{0};
       const auto now = std::chrono::steady_clock::now().time_since_epoch().count();
-      number = (static_cast<uint64_t>(now) << 20) ^
-               (static_cast<uint64_t>(getpid()) << 44) ^ calls.fetch_add(1);
+      number = (static_cast<uint64_t>(now) << 20) ^ (static_cast<uint64_t>(getpid()) << 44) ^
+               calls.fetch_add(1);
     }
     char text[17];
     std::snprintf(text, sizeof text, "%016llx", static_cast<unsigned long long>(number));

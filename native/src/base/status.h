@@ -38,8 +38,8 @@ class [[nodiscard]] Status {
 template <typename T>
 class [[nodiscard]] Result {
  public:
-  Result(T value) : state_(std::move(value)) {}            // NOLINT: implicit on purpose
-  Result(Status status) : state_(std::move(status)) {}     // NOLINT: implicit on purpose
+  Result(T value) : state_(std::move(value)) {}         // NOLINT: implicit on purpose
+  Result(Status status) : state_(std::move(status)) {}  // NOLINT: implicit on purpose
 
   bool ok() const { return std::holds_alternative<T>(state_); }
   Status status() const { return ok() ? Status::Ok() : std::get<Status>(state_); }

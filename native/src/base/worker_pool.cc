@@ -171,8 +171,8 @@ bool WorkerPool::Join(std::chrono::milliseconds patience) {
   {
     std::unique_lock lock(state_->mutex);
     // No threads, yet some alive: an earlier call has left them behind.
-    state_->worker_ended.wait_for(
-        lock, patience, [&] { return state_->alive == 0 || state_->threads.empty(); });
+    state_->worker_ended.wait_for(lock, patience,
+                                  [&] { return state_->alive == 0 || state_->threads.empty(); });
     all = state_->alive == 0;
     threads.swap(state_->threads);
     for (const State::Worker& worker : threads) ended.push_back(*worker.ended);

@@ -31,8 +31,8 @@ CacheCore::CacheCore(Region& region, SlotTable& slots, Tier& below, const Geomet
 
 void CacheCore::Adopt(std::vector<SlotRef> slots) {
   if (slots.empty()) return;
-  events_.Add(CS_EVENT_INFO, "storing " + std::to_string(slots.size()) +
-                                 " blocks of a process that is gone");
+  events_.Add(CS_EVENT_INFO,
+              "storing " + std::to_string(slots.size()) + " blocks of a process that is gone");
   Store(std::move(slots));
 }
 
@@ -157,10 +157,9 @@ Status CacheCore::StoreOnce(const std::vector<SlotRef>& slots, int attempt) {
     const std::lock_guard lock(mutex_);
     storing_ += slots.size();
   }
-  const auto started = StartBelow(BatchOf(slots), &Tier::Dump,
-                                  [this, slots, attempt](const std::vector<Code>& codes) {
-                                    EndStored(slots, codes, attempt);
-                                  });
+  const auto started = StartBelow(
+      BatchOf(slots), &Tier::Dump,
+      [this, slots, attempt](const std::vector<Code>& codes) { EndStored(slots, codes, attempt); });
   if (started.ok()) return Status::Ok();
   const std::lock_guard lock(mutex_);
   storing_ -= slots.size();
@@ -202,8 +201,8 @@ void CacheCore::EndStored(const std::vector<SlotRef>& slots, const std::vector<C
   if (again.empty()) return;
   if (give_up) {
     counters_.given_up.fetch_add(again.size(), std::memory_order_relaxed);
-    events_.Add(CS_EVENT_WARNING, "not stored, and only in the cache: " +
-                                      std::to_string(again.size()) + " blocks");
+    events_.Add(CS_EVENT_WARNING,
+                "not stored, and only in the cache: " + std::to_string(again.size()) + " blocks");
     for (const SlotRef ref : again) Clean(ref);
     return;
   }

@@ -19,15 +19,13 @@ constexpr double kAutomaticShare = 0.5;
 constexpr uint32_t kReserveDivisor = 8;
 constexpr uint32_t kDirtyDivisor = 2;
 
-std::string Size(uint64_t bytes) {
-  return std::to_string(bytes >> 20) + " MiB";
-}
+std::string Size(uint64_t bytes) { return std::to_string(bytes >> 20) + " MiB"; }
 
 Status DoesNotFit(const CacheOptions& options, uint64_t wanted, uint64_t available) {
-  return {CS_NO_MEMORY,
-          "cache_buffer_capacity_gb wants " + Size(wanted) + " in " + options.directory + ", and " +
-              Size(available) + " are available: lower it, or give more (docker: --shm-size=" +
-              std::to_string((wanted >> 20) + 64) + "m, or --ipc=host)"};
+  return {CS_NO_MEMORY, "cache_buffer_capacity_gb wants " + Size(wanted) + " in " +
+                            options.directory + ", and " + Size(available) +
+                            " are available: lower it, or give more (docker: --shm-size=" +
+                            std::to_string((wanted >> 20) + 64) + "m, or --ipc=host)"};
 }
 
 // What may be taken: of the filesystem for shared memory, and of the memory
@@ -46,8 +44,9 @@ uint64_t Available(const CacheOptions& options, bool shared) {
 Result<std::unique_ptr<Tier>> CacheTier::Open(CacheOptions options, std::unique_ptr<Tier> below,
                                               std::shared_ptr<EventRing> events) {
   if (options.geometry.shards() != 1) {
-    return Status(CS_INVALID, "block_size must be shard_size: the Cache tier keeps a block of one "
-                              "shard in a slot");
+    return Status(CS_INVALID,
+                  "block_size must be shard_size: the Cache tier keeps a block of one "
+                  "shard in a slot");
   }
   Result<std::unique_ptr<Region>> region = OpenRegion(options, *below, *events);
   if (!region.ok()) {
@@ -75,9 +74,8 @@ Result<std::unique_ptr<Region>> CacheTier::OpenRegion(const CacheOptions& option
   wanted.fingerprint = options.fingerprint;
   wanted.payload = options.geometry.payload();
   wanted.slot_size = AlignUp(options.geometry.shard_size);
-  const Region::Callbacks callbacks{
-      [&](Region& left) { Rescue(options, left, below, events); }, &SlotTable::Reclaim,
-      &SlotTable::Repair};
+  const Region::Callbacks callbacks{[&](Region& left) { Rescue(options, left, below, events); },
+                                    &SlotTable::Reclaim, &SlotTable::Repair};
   if (options.shared) {
     const int removed =
         Region::RemoveAbandoned(options.directory, Region::FileName(options.fingerprint));
@@ -105,11 +103,11 @@ Result<std::unique_ptr<Region>> CacheTier::OpenRegion(const CacheOptions& option
   }
   if (region.ok()) {
     const Region& opened = *region.value();
-    events.Add(CS_EVENT_INFO, std::string("cache buffer: ") + (opened.shared() ? "shared" : "private") +
-                                  (opened.created() ? ", made, " : ", joined, ") +
-                                  Size(opened.size()) + ", " + std::to_string(opened.slot_count()) +
-                                  " slots, " + (opened.huge_pages() ? "huge pages asked for"
-                                                                    : "no huge pages"));
+    events.Add(CS_EVENT_INFO,
+               std::string("cache buffer: ") + (opened.shared() ? "shared" : "private") +
+                   (opened.created() ? ", made, " : ", joined, ") + Size(opened.size()) + ", " +
+                   std::to_string(opened.slot_count()) + " slots, " +
+                   (opened.huge_pages() ? "huge pages asked for" : "no huge pages"));
   }
   return region;
 }

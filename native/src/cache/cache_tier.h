@@ -29,10 +29,10 @@ struct CacheOptions {
   std::string directory = "/dev/shm";
   uint64_t capacity = 0;  // bytes; 0: a fraction of what is free, and a private buffer if need be
   size_t workers = 4;     // copy workers, of loads and as many again of dumps
-  uint64_t queue_depth = 1024;  // shards queued + running, per direction
-  std::string cpu_affinity = "auto";  // of the copy workers: see host_copy/affinity.h
-  std::chrono::milliseconds timeout{30000};       // of what is asked of the tier below
-  std::chrono::milliseconds peer_timeout{5000};   // for another process to fill a slot
+  uint64_t queue_depth = 1024;                   // shards queued + running, per direction
+  std::string cpu_affinity = "auto";             // of the copy workers: see host_copy/affinity.h
+  std::chrono::milliseconds timeout{30000};      // of what is asked of the tier below
+  std::chrono::milliseconds peer_timeout{5000};  // for another process to fill a slot
 };
 
 class CacheTier final : public Tier {

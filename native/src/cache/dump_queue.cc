@@ -34,7 +34,9 @@ Status DumpQueue::Dump(const std::shared_ptr<Request>& request) {
   if (stopped_.load()) return {CS_CLOSED, "the store is closing"};
   auto call = std::make_shared<Call>();
   call->on_their_way.store(request->size(), std::memory_order_relaxed);
-  if (Status admitted = admission_.Admit(*request, std::shared_ptr<QueueCall>(call)); !admitted.ok()) return admitted;
+  if (Status admitted = admission_.Admit(*request, std::shared_ptr<QueueCall>(call));
+      !admitted.ok())
+    return admitted;
   std::vector<HostCopyExecutor::Step> steps;
   steps.reserve(request->size());
   for (size_t i = 0; i < request->size(); ++i) {
@@ -65,9 +67,8 @@ void DumpQueue::Run(Step step) {
       request.Finish(step.shard, CS_OK);
       return Arrive(step.request);
     case Claim::kLoading:  // joins its outcome
-      return core_.waits().Add(claim.ref, [this, step](bool in_time) {
-        in_time ? Queue(step) : WriteThrough(step);
-      });
+      return core_.waits().Add(
+          claim.ref, [this, step](bool in_time) { in_time ? Queue(step) : WriteThrough(step); });
     case Claim::kClaimed:
       return GatherInto(step, claim.ref);
     case Claim::kNoSlot:
@@ -156,10 +157,11 @@ void DumpQueue::WriteRest(const std::shared_ptr<Request>& request) {
   }
   if (shards.empty()) return;
   core_.counters().dump_direct.fetch_add(shards.size(), std::memory_order_relaxed);
-  const auto started = core_.StartBelow(
-      std::move(batch), &Tier::Dump, [request, shards](const std::vector<Code>& codes) {
-        for (size_t i = 0; i < shards.size(); ++i) request->Finish(shards[i], codes[i]);
-      });
+  const auto started = core_.StartBelow(std::move(batch), &Tier::Dump,
+                                        [request, shards](const std::vector<Code>& codes) {
+                                          for (size_t i = 0; i < shards.size(); ++i)
+                                            request->Finish(shards[i], codes[i]);
+                                        });
   if (started.ok()) {
     CallOf(*request).direct.Add(core_.below(), started.value());
   } else {

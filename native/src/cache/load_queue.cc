@@ -29,7 +29,8 @@ Status LoadQueue::Load(const std::shared_ptr<Request>& request) {
     (void)executor_.Submit(
         {[this, blocks = request->batch().blocks](size_t) { core_.slots().Touch(blocks); }});
   };
-  if (Status admitted = admission_.Admit(*request, std::shared_ptr<QueueCall>(call), last_touches); !admitted.ok()) {
+  if (Status admitted = admission_.Admit(*request, std::shared_ptr<QueueCall>(call), last_touches);
+      !admitted.ok()) {
     return admitted;
   }
   std::vector<HostCopyExecutor::Step> steps;
@@ -68,9 +69,8 @@ void LoadQueue::Run(Step step, size_t worker) {
     }
     case Claim::kLoading:
       if (step.origin == Step::kHit) step.origin = Step::kWaited;
-      return core_.waits().Add(claim.ref, [this, step](bool in_time) {
-        in_time ? Queue(step) : LoadDirect(step);
-      });
+      return core_.waits().Add(
+          claim.ref, [this, step](bool in_time) { in_time ? Queue(step) : LoadDirect(step); });
     case Claim::kClaimed:
       ++step.tries;
       return LoadIntoSlot(std::move(step), claim.ref);
@@ -89,16 +89,16 @@ void LoadQueue::Run(Step step, size_t worker) {
 
 void LoadQueue::LoadIntoSlot(Step step, SlotRef ref) {
   step.origin = Step::kLoaded;
-  const auto started = core_.StartBelow(
-      core_.BatchOf({&ref, 1}), &Tier::Load, [this, step, ref](const std::vector<Code>& codes) {
-        if (codes[0] == CS_OK) {
-          core_.Publish(ref, /*dirty=*/false, /*checksum=*/0);
-          Queue(step);
-        } else {
-          core_.Fail(ref, codes[0]);
-          End(step, codes[0]);
-        }
-      });
+  const auto started = core_.StartBelow(core_.BatchOf({&ref, 1}), &Tier::Load,
+                                        [this, step, ref](const std::vector<Code>& codes) {
+                                          if (codes[0] == CS_OK) {
+                                            core_.Publish(ref, /*dirty=*/false, /*checksum=*/0);
+                                            Queue(step);
+                                          } else {
+                                            core_.Fail(ref, codes[0]);
+                                            End(step, codes[0]);
+                                          }
+                                        });
   if (started.ok()) return;
   core_.Fail(ref, started.status().code());
   End(step, started.status().code());
@@ -114,10 +114,9 @@ void LoadQueue::LoadDirect(const Step& step) {
   batch.blocks = {request.batch().blocks[step.shard]};
   batch.shard_indices = {request.batch().shard_indices[step.shard]};
   batch.addresses.assign(tensors.begin(), tensors.end());
-  const auto started =
-      core_.StartBelow(std::move(batch), &Tier::Load, [step](const std::vector<Code>& codes) {
-        step.request->Finish(step.shard, codes[0]);
-      });
+  const auto started = core_.StartBelow(
+      std::move(batch), &Tier::Load,
+      [step](const std::vector<Code>& codes) { step.request->Finish(step.shard, codes[0]); });
   if (started.ok()) {
     CallOf(request).direct.Add(core_.below(), started.value());
   } else {

@@ -122,7 +122,8 @@ Result<std::unique_ptr<Region>> Region::OpenShared(const RegionOptions& options,
                                " isn't a plain file of this user with mode 0600: not used");
     }
     if (!LockWithin(region->fd_, kAttachByte, kAttachPatience)) {
-      return Status(CS_TIMEOUT, "the shared region " + path + " is being opened by another process");
+      return Status(CS_TIMEOUT,
+                    "the shared region " + path + " is being opened by another process");
     }
     if (!SameFile(region->fd_, path)) continue;  // it was replaced while we waited
     const Result<SharedFileInfo> now = StatSharedFile(region->fd_);
@@ -228,8 +229,7 @@ Status Region::Attach(Region& region, const RegionOptions& options) {
   if (h.slot_count == 0 || h.slot_count >= kNone || h.bucket_count != BucketsFor(h.slot_count) ||
       h.slots_offset != AlignUp(sizeof(RegionHeader)) + sizeof(ProcessEntry) * kMaxProcesses ||
       h.buckets_offset != h.slots_offset + sizeof(SlotEntry) * h.slot_count ||
-      h.data_offset != HeaderBytes(h.slot_count, h.bucket_count) ||
-      h.total_size != region.size_ ||
+      h.data_offset != HeaderBytes(h.slot_count, h.bucket_count) || h.total_size != region.size_ ||
       h.total_size < h.data_offset + h.slot_count * h.slot_size) {
     return Wrong(region.path_, "has sizes that don't fit together");
   }
@@ -250,7 +250,8 @@ Status Region::MapWhole(uint64_t size) {
 // With the attach lock held.
 Status Region::JoinProcesses() {
   const Lock lock(*this);
-  if (!lock.ok()) return {CS_TIMEOUT, "the shared region " + path_ + " is locked by a stopped process"};
+  if (!lock.ok())
+    return {CS_TIMEOUT, "the shared region " + path_ + " is locked by a stopped process"};
   for (const bool take_dead : {false, true}) {
     for (uint32_t p = 0; p < kMaxProcesses; ++p) {
       if (process(p).in_use != 0 && !take_dead) continue;

@@ -35,7 +35,7 @@ struct RegionOptions {
   bool shared = true;
   std::string directory = "/dev/shm";  // of the file; any tmpfs
   std::array<uint8_t, 32> fingerprint{};
-  uint64_t payload = 0;   // bytes of a slot that mean something
+  uint64_t payload = 0;    // bytes of a slot that mean something
   uint64_t slot_size = 0;  // a multiple of 4096
   // How many bytes to take; asked when a region is made, with whether it is
   // shared.

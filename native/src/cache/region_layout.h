@@ -35,14 +35,14 @@ struct SlotEntry {
   std::atomic<SlotState> state;
   std::atomic<uint32_t> generation;  // counts the slot's uses
   BlockId block;
-  uint32_t owner;     // process: of kLoading its filler, of a dirty one its storer
-  int32_t code;       // of kFailed: a cs_code
-  uint32_t dirty;     // 1: ready, and not known to be in the storage
-  uint32_t orphan;    // 1: cleared; free it as soon as nobody uses it
-  uint32_t checksum;  // of a dirty slot's payload: CRC-32C
-  uint64_t waiters;   // processes to wake when it leaves kLoading
-  uint64_t tick;      // of its last use
-  uint32_t hash_next;          // in its bucket's chain
+  uint32_t owner;                     // process: of kLoading its filler, of a dirty one its storer
+  int32_t code;                       // of kFailed: a cs_code
+  uint32_t dirty;                     // 1: ready, and not known to be in the storage
+  uint32_t orphan;                    // 1: cleared; free it as soon as nobody uses it
+  uint32_t checksum;                  // of a dirty slot's payload: CRC-32C
+  uint64_t waiters;                   // processes to wake when it leaves kLoading
+  uint64_t tick;                      // of its last use
+  uint32_t hash_next;                 // in its bucket's chain
   uint32_t list_next, list_previous;  // in the free list, or in the order of use
 };
 
@@ -77,8 +77,8 @@ struct RegionHeader {
 
   pthread_mutex_t mutex;  // robust, shared; guards all below and the entries
   uint64_t tick;
-  List free;     // kFree
-  List used;     // kReady and clean, or kFailed; oldest use first. Pinned ones too
+  List free;  // kFree
+  List used;  // kReady and clean, or kFailed; oldest use first. Pinned ones too
   uint32_t dirty_count;
   uint32_t loading_count;
 };

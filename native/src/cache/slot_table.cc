@@ -411,9 +411,8 @@ void SlotTable::Repair(Region& region) {
       used.push_back(slot);
     }
   }
-  std::sort(used.begin(), used.end(), [&](uint32_t a, uint32_t b) {
-    return region.slot(a).tick < region.slot(b).tick;
-  });
+  std::sort(used.begin(), used.end(),
+            [&](uint32_t a, uint32_t b) { return region.slot(a).tick < region.slot(b).tick; });
   for (const uint32_t slot : used) Append(region, h.used, slot);
 }
 

@@ -14,8 +14,7 @@ namespace {
 constexpr std::chrono::milliseconds kIdle{3600 * 1000};
 
 // Until `when`, rounded up: an early wake-up would find nothing to do.
-std::chrono::milliseconds Until(WaitList::Clock::time_point when,
-                                WaitList::Clock::time_point now) {
+std::chrono::milliseconds Until(WaitList::Clock::time_point when, WaitList::Clock::time_point now) {
   if (when <= now) return std::chrono::milliseconds(0);
   return std::chrono::duration_cast<std::chrono::milliseconds>(when - now) +
          std::chrono::milliseconds(1);

@@ -20,8 +20,8 @@ Status Invalid(const char* field, const std::string& value, const char* allowed)
 
 Status CheckRange(const char* field, uint64_t value, uint64_t low, uint64_t high) {
   if (low <= value && value <= high) return Status::Ok();
-  return {CS_INVALID, std::string(field) + " is " + std::to_string(value) + "; allowed: " +
-                          std::to_string(low) + " to " + std::to_string(high)};
+  return {CS_INVALID, std::string(field) + " is " + std::to_string(value) +
+                          "; allowed: " + std::to_string(low) + " to " + std::to_string(high)};
 }
 
 // A path component that can't leave its directory.
@@ -155,8 +155,7 @@ Result<std::unique_ptr<Tier>> OpenPipeline(const cs_config& config, Env& env,
     Result<std::unique_ptr<Tier>> posix =
         OpenPosix(config, env, events, std::move(geometry.value()));
     if (!posix.ok()) return posix;
-    return CacheTier::Open(std::move(options.value()), std::move(posix.value()),
-                           std::move(events));
+    return CacheTier::Open(std::move(options.value()), std::move(posix.value()), std::move(events));
   }
   return Invalid("pipeline", spec, "Posix or Cache|Posix");
 }

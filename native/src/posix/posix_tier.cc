@@ -23,8 +23,8 @@ void RunShard(Request& request, size_t shard, Work work) {
 }  // namespace
 
 struct PosixTier::Core {
-  Core(std::shared_ptr<EventRing> event_ring, uint64_t depth) : events(std::move(event_ring)),
-                                                                load(depth), dump(depth) {}
+  Core(std::shared_ptr<EventRing> event_ring, uint64_t depth)
+      : events(std::move(event_ring)), load(depth), dump(depth) {}
 
   const std::shared_ptr<EventRing> events;
   std::unique_ptr<ShardIo> io;
@@ -55,10 +55,10 @@ Result<std::unique_ptr<Tier>> PosixTier::Open(Env& env, std::shared_ptr<EventRin
   auto core = std::make_shared<Core>(std::move(events), options.queue_depth);
   std::vector<std::unique_ptr<Directory>> directories;
   for (const std::string& root : options.roots) {
-    directories.push_back(std::make_unique<Directory>(
-        env, *core->events,
-        DirectoryOptions{root, options.identity_name, options.manifest, options.direct,
-                         options.zero_copy}));
+    directories.push_back(
+        std::make_unique<Directory>(env, *core->events,
+                                    DirectoryOptions{root, options.identity_name, options.manifest,
+                                                     options.direct, options.zero_copy}));
     if (Status opened = directories.back()->Open(); !opened.ok()) {
       for (const auto& directory : directories) directory->Close();
       return opened;
@@ -196,8 +196,7 @@ Status PosixTier::Submit(WorkerPool& pool, const std::shared_ptr<Request>& reque
 
 // Takes room for the whole request, and gives it back shard by shard.
 Status PosixTier::Start(Admission& direction, WorkerPool& pool,
-                        const std::shared_ptr<Request>& request,
-                        std::shared_ptr<void> tier_data) {
+                        const std::shared_ptr<Request>& request, std::shared_ptr<void> tier_data) {
   // A worker left behind can end a shard when the tier is gone, and the core
   // with the admission then lives by this.
   const auto keep_alive = [core = core_] {};
@@ -252,8 +251,8 @@ void PosixTier::AddStats(cs_stats& stats) const {
   stats.lookup_hits += Value(core_->lookup_hits);
   core_->load.AddLoadStats(stats, payload);
   core_->dump.AddDumpStats(stats, core_->io->existing(), payload);
-  stats.stuck_workers += load_pool_.stuck() + dump_pool_.stuck() +
-                         (aside_pool_ == nullptr ? 0 : aside_pool_->stuck());
+  stats.stuck_workers +=
+      load_pool_.stuck() + dump_pool_.stuck() + (aside_pool_ == nullptr ? 0 : aside_pool_->stuck());
 }
 
 void PosixTier::Stop() {
@@ -277,8 +276,8 @@ void PosixTier::Close() {
   bool all = true;
   for (WorkerPool* pool : {&load_pool_, &dump_pool_, aside_pool_.get(), &cleaning_pool_}) {
     if (pool == nullptr) continue;
-    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline -
-                                                                   Request::Clock::now());
+    const auto left =
+        std::chrono::ceil<std::chrono::milliseconds>(deadline - Request::Clock::now());
     all = pool->Join(std::max(left, std::chrono::milliseconds(0))) && all;
   }
   // With a worker left behind, its directory may hang us too: what it was

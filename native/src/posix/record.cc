@@ -83,8 +83,8 @@ Status RecordFormat::Check(const BlockId& block, const uint8_t* record) const {
     return {CS_CORRUPT, "damaged record"};
   }
   if (const uint32_t version = Get32(record + kVersionAt); version != kVersion) {
-    return {CS_CORRUPT, "format version " + std::to_string(version) + ", not " +
-                            std::to_string(kVersion)};
+    return {CS_CORRUPT,
+            "format version " + std::to_string(version) + ", not " + std::to_string(kVersion)};
   }
   if (std::memcmp(record + kFingerprintAt, head_.data() + kFingerprintAt, 32) != 0) {
     return {CS_CORRUPT, "another identity"};
@@ -92,8 +92,8 @@ Status RecordFormat::Check(const BlockId& block, const uint8_t* record) const {
   if (std::memcmp(record + kBlockIdAt, block.data(), block.size()) != 0) {
     return {CS_CORRUPT, "another block"};
   }
-  if (std::memcmp(record + kGeometryAt, head_.data() + kGeometryAt,
-                  head_.size() - kGeometryAt) != 0) {
+  if (std::memcmp(record + kGeometryAt, head_.data() + kGeometryAt, head_.size() - kGeometryAt) !=
+      0) {
     return {CS_CORRUPT, "other sizes"};
   }
   return Status::Ok();

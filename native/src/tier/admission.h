@@ -23,8 +23,7 @@ class Admission {
   // Takes room for all shards of a request, to be given back shard by shard as
   // they end, or refuses. `also`: called for each shard as it ends, under the
   // rules of Request::OnShard. The Admission must outlive the request.
-  Status Admit(Request& request, std::shared_ptr<void> tier_data,
-               std::function<void()> also = {}) {
+  Status Admit(Request& request, std::shared_ptr<void> tier_data, std::function<void()> also = {}) {
     const size_t shards = request.size();
     requested_.fetch_add(shards, std::memory_order_relaxed);
     if (!quota_.TryTake(shards)) {
