@@ -271,6 +271,11 @@ class Server:
             body["hicache_storage_backend_extra_config_json"] = _config_text(extra_config)
         return self._call("PUT", "/hicache/storage-backend", json=body).text
 
+    def update_weights(self, model: Path, **fields: Any) -> str:
+        """Replace the weights in place by another checkpoint's; returns SGLang's message."""
+        body = {"model_path": str(model)} | fields
+        return self._call("POST", "/update_weights_from_disk", json=body).text
+
     def detach(self) -> str:
         """Detach the storage backend; returns SGLang's message."""
         return self._call("DELETE", "/hicache/storage-backend").text
