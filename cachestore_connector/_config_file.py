@@ -30,7 +30,8 @@ def read_config_file(variable: str, path: str) -> tuple[dict[Any, Any], dict[Any
         if path.endswith(".json"):
             return _read_json(text), {}
         return _read_yaml(text)
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError, AttributeError, LookupError, TypeError) as error:
+        # The last three are PyYAML's, for an explicit tag on a value that isn't of its kind.
         raise ConfigError(variable, path, _ALLOWED, hint=_reason(error)) from None
     except yaml.YAMLError as error:
         raise ConfigError(variable, path, _ALLOWED, hint=_yaml_reason(error, text)) from None

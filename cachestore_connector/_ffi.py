@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 try:
     from ._native import ffi, lib
-except ImportError as error:  # a source tree, or a wheel for another platform
+except ImportError as error:
+    here = Path(__file__).resolve().parent
+    if (here.parent / "setup.py").exists():
+        hint = (
+            f"this is the source tree {here.parent}, which hides the installed package: Python "
+            "puts the current directory first, so start it in another directory, or with "
+            "PYTHONSAFEPATH=1"
+        )
+    else:
+        hint = "install the package with `pip install .` (a C++20 compiler is needed)"
     raise ImportError(
-        "cachestore_connector's compiled part is missing or doesn't load "
-        f"({error}); install the package with `pip install .` (a C++20 compiler is needed)"
+        f"cachestore_connector's compiled part doesn't load ({error}): {hint}"
     ) from error
 
 __all__ = ["ffi", "lib"]

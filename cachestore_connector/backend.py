@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -49,6 +50,11 @@ _NO_VERSION = "default"
 
 # What else SGLang is told that changes a model's KV for the same tokens, beside its path.
 _VARIANT_FIELDS = (
+    "load_format",  # `dummy` makes other weights of the same path
+    "model_loader_extra_config",
+    "custom_weight_loader",
+    "modelopt_quant",
+    "rl_quant_profile",
     "quantization",
     "quantization_param_path",
     "json_model_override_args",
@@ -140,6 +146,12 @@ class CacheStore(HiCacheStorage):
         shard_size = -(-payload // _ALIGNMENT) * _ALIGNMENT if self.config.io_direct else payload
         settings.check_geometry(self.config, layout.tensor_sizes, shard_size, shard_size)
         identity = self._identity(mem_pool_host, layout)
+        if self.storage_config.is_mla_model and self.storage_config.attn_cp_size > 1:
+            logger.warning(
+                "CacheStore: SGLang has MLA pages stored by context-parallel rank 0 alone, and "
+                "which ranks hold the same is not known: with attention context parallelism "
+                "nothing will be restored"
+            )
         self._store = Store(
             StoreOptions(
                 pipeline=self.pipeline,
@@ -180,7 +192,7 @@ class CacheStore(HiCacheStorage):
         given = self.storage_config
         model = _model_bag()
         return identities.from_parts(
-            model_path=model.get("model_path"),
+            model_path=_place(model.get("model_path")),
             revision=model.get("revision"),
             served_model_name=given.model_name,
             model_identity=self.config.model_identity,
@@ -209,11 +221,15 @@ class CacheStore(HiCacheStorage):
         variant = {
             name: str(model[name])
             for name in _VARIANT_FIELDS
-            if model.get(name) not in (None, "", "{}", "auto")
+            if model.get(name) not in (None, "", "{}", "auto", [], {})
         }
         _, version = self._weights
         if version != _NO_VERSION:
             variant["weight_version"] = version
+        if self.config.model_identity is None:
+            sample = weights.sample(model.get("model_path"))
+            if sample is not None:
+                variant["weights"] = sample
         return variant
 
     def _open_store(self) -> tuple[Store, identities.Identity, PageLayout] | None:
@@ -331,10 +347,11 @@ class CacheStore(HiCacheStorage):
             return [False] * len(keys)
         store, identity, layout = opened
         needed = len(keys) * len(layout.tensor_sizes)
-        if len(self._sizes) < needed:
-            self._sizes = np.tile(np.array(layout.tensor_sizes, dtype=np.int64), len(keys))
+        sizes = self._sizes
+        if len(sizes) < needed:
+            sizes = np.tile(np.array(layout.tensor_sizes, dtype=np.int64), len(keys))
         started = time.perf_counter()
-        codes = move(store, identity.block_ids(keys), addresses, self._sizes)
+        codes = move(store, identity.block_ids(keys), addresses, sizes)
         seconds = time.perf_counter() - started
         results = [code == Code.OK for code in codes]
         done = sum(results)
@@ -504,6 +521,11 @@ def _weights_now() -> tuple[int, str]:
     except (ValueError, AttributeError):
         version = None
     return weights.updates, str(version or _NO_VERSION)
+
+
+def _place(model_path: str | None) -> str | None:
+    """A model's path as every process would say it; the name of a hub's repository as it is."""
+    return os.path.realpath(model_path) if model_path and os.path.exists(model_path) else model_path
 
 
 def _kv_dtype(pool: Any, model: dict[str, Any]) -> str:

@@ -63,7 +63,10 @@ def _shown(value: Any) -> str:
         return "true"
     if value is False:
         return "false"
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # an int of more digits than Python writes
+        text = f"a {type(value).__name__} too long to show"
     if len(text) > _SHOWN_VALUE_CHARS:
         text = text[:_SHOWN_VALUE_CHARS] + "..."
     return text

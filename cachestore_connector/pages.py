@@ -55,7 +55,9 @@ class PageLayout:
                 f"{pages} pages of {self.page_size} tokens need {pages * self.page_size} host "
                 f"indices, got {host_indices.numel()}"
             )
-        first = host_indices.numpy()[:: self.page_size]
+        if host_indices.dtype not in (torch.int64, torch.int32):
+            raise ValueError(f"host indices must be int64, got {host_indices.dtype}")
+        first = host_indices.numpy()[:: self.page_size].astype(np.int64)
         numbers = first // self.page_size
         if pages and (
             (first != numbers * self.page_size).any()

@@ -42,7 +42,7 @@ _PARAMETERS = {
 }
 
 INSTEAD = (
-    "this SGLang isn't one that CacheStore's plugin knows (0.5.23). Use SGLang's own way instead: "
+    "this SGLang isn't one that CacheStore's plugin knows (0.5.23). Try SGLang's own way instead: "
     "--hicache-storage-backend dynamic --hicache-storage-backend-extra-config "
     '\'{"backend_name": "cachestore", "module_path": "cachestore_connector.backend", '
     '"class_name": "CacheStore", "interface_v1": 1}\''
@@ -147,9 +147,25 @@ def _misfit(target: str) -> str | None:
 
 def _require_hooks() -> None:
     """Raise unless every hook of ours is in place."""
-    missing = [target for target in _PARAMETERS if not hasattr(_resolve(target), "__wrapped__")]
+    hooks = {
+        _ADD_CLI_ARGS: _offer_choice,
+        _CREATE: _create_backend,
+        _ATTACH: _attach,
+        _WEIGHTS: _weights_updated,
+    }
+    missing = [target for target, hook in hooks.items() if not _is_hooked(_resolve(target), hook)]
     if missing:
         raise CacheStoreError(f"CacheStore: {', '.join(missing)} not hooked; {INSTEAD}")
+
+
+def _is_hooked(function: Any, hook: Callable) -> bool:
+    """Whether ``hook`` is in one of the wrappers around ``function``: SGLang's close over it."""
+    while function is not None:
+        for cell in getattr(function, "__closure__", None) or ():
+            if cell.cell_contents is hook:
+                return True
+        function = getattr(function, "__wrapped__", None)
+    return False
 
 
 def _resolve(target: str) -> Any:

@@ -143,6 +143,9 @@ class Store:
         where = ffi.from_buffer("uint64_t[]", addresses)
         lengths = ffi.from_buffer("uint64_t[]", sizes)
         tensors = self.tensor_count
+        for name, array in (("addresses", addresses), ("sizes", sizes)):
+            if memoryview(array).format not in ("q", "l", "Q", "L"):
+                raise ValueError(f"{name} must be 64-bit integers")
         if len(where) != count * tensors or len(lengths) < count * tensors:
             raise ValueError(
                 f"{count} blocks of {tensors} tensors need {count * tensors} addresses and sizes, "

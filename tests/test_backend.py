@@ -209,12 +209,19 @@ def test_clear_spares_other_models(attach, tmp_path):
     assert len(blocks(tmp_path)) == 3
 
 
+def host_indices_of(pool, dtype):
+    """Page 0's indices, in a type that they never have."""
+    return host_pools.indices(pool, [0]).to(dtype)
+
+
 @pytest.mark.parametrize(
     ("bad", "fallback"),
     [
         (lambda b, p: b.batch_get_v1(keys(2), host_pools.indices(p, [0])), [False, False]),
         (lambda b, p: b.batch_set_v1(keys(2), host_pools.indices(p, [0])), [False, False]),
         (lambda b, p: b.batch_get_v1(keys(1), None), [False]),
+        (lambda b, p: b.batch_set_v1(keys(1), host_indices_of(p, torch.float32)), [False]),
+        (lambda b, p: b.batch_get_v1(keys(1), host_indices_of(p, torch.uint8)), [False]),
         (lambda b, p: b.batch_set_v1([3], host_pools.indices(p, [0])), [False]),
         (lambda b, p: b.batch_exists([None]), 0),
         (lambda b, p: b.batch_get(keys(1), [torch.empty(3)]), [None]),
@@ -419,3 +426,51 @@ def test_updated_weights_end_the_use_of_what_is_stored(attach, caplog, monkeypat
     updated = attach(host_pools.mha_pool())
     assert updated.batch_exists(names) == 0
     assert updated.identity.manifest()["variant"] == {"weight_version": "step-2"}
+
+
+def _model(path, **others):
+    fields = {"model_path": str(path), "kv_cache_dtype": "auto", "load_format": "auto"}
+    return fields | others
+
+
+def test_a_relative_model_path_is_one_place(attach, monkeypatch, tmp_path):
+    """Pinned (F22): `./ckpt` in two directories are two models; a slash at the end is nothing."""
+    from cachestore_connector import backend as module
+
+    names, pool = keys(2), host_pools.mha_pool(fill=16)
+    for place in ("a", "b"):
+        (tmp_path / place / "ckpt").mkdir(parents=True)
+    given = {"extra": {"model_identity": None}}
+    monkeypatch.setattr(module, "_model_bag", lambda: _model("./ckpt"))
+    monkeypatch.chdir(tmp_path / "a")
+    attach(pool, **given).batch_set_v1(names, host_pools.indices(pool, [0, 1]))
+    monkeypatch.chdir(tmp_path / "b")
+    assert attach(host_pools.mha_pool(), **given).batch_exists(names) == 0
+    monkeypatch.setattr(module, "_model_bag", lambda: _model(f"{tmp_path}/a/ckpt/"))
+    assert attach(host_pools.mha_pool(), **given).batch_exists(names) == 2
+
+
+def test_other_weights_under_one_path_are_a_miss(attach, monkeypatch, tmp_path):
+    """Pinned (F22): rewritten weight files, and another load format, are other identities."""
+    from cachestore_connector import backend as module
+
+    names, pool = keys(2), host_pools.mha_pool(fill=17)
+    given = {"extra": {"model_identity": None}}
+    checkpoint = tmp_path / "ckpt"
+    checkpoint.mkdir()
+    (checkpoint / "model.safetensors").write_bytes(bytes(range(256)) * 400)
+    monkeypatch.setattr(module, "_model_bag", lambda: _model(checkpoint))
+    attach(pool, **given).batch_set_v1(names, host_pools.indices(pool, [0, 1]))
+    assert attach(host_pools.mha_pool(), **given).batch_exists(names) == 2
+    (checkpoint / "model.safetensors").write_bytes(bytes(reversed(range(256))) * 400)
+    assert attach(host_pools.mha_pool(), **given).batch_exists(names) == 0
+    monkeypatch.setattr(module, "_model_bag", lambda: _model(checkpoint, load_format="dummy"))
+    assert attach(host_pools.mha_pool(), **given).batch_exists(names) == 0
+
+
+def test_the_decision_is_one_log_line(attach, caplog):
+    """Pinned (contract A7): pipeline and reason, once; an MLA model says why it is Posix."""
+    with caplog.at_level(logging.INFO, "cachestore"):
+        attach(host_pools.mla_pool(), is_mla=True)
+    (line,) = [r.message for r in caplog.records if "pipeline" in r.message]
+    assert "pipeline Posix" in line and "MLA" in line

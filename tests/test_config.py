@@ -57,7 +57,7 @@ def test_defaults() -> None:
         "io_direct": False,
         "posix_zero_copy": "auto",
         "posix_load_worker_number": 8,
-        "posix_dump_worker_number": 4,
+        "posix_dump_worker_number": 8,
         "posix_queue_depth": 1024,
         "timeout_ms": 30000,
         "tensor_size_list": None,
@@ -480,3 +480,22 @@ def test_geometry_that_differs_is_refused(key: str, value: Any) -> None:
         check_geometry(load({key: value}, ENV), [10, 20], 30, 30)
     assert f"{key} = {value}" in str(caught.value)
     assert str(actual[key]) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["io_direct: !!timestamp foo", "timeout_ms: !!int ''", "timeout_ms: !!float ''",
+     "io_direct: !!bool maybe", "!!timestamp x: 1"],
+)  # fmt: skip
+def test_a_tag_on_the_wrong_kind_of_value(tmp_path, line):
+    """Pinned (F32): PyYAML's own exceptions for these don't get out."""
+    path = tmp_path / "c.yaml"
+    path.write_text(line + "\n")
+    with pytest.raises(ConfigError, match=r"c\.yaml"):
+        load({}, {"CACHESTORE_CONFIG": str(path), "HOME": str(tmp_path)})
+
+
+def test_a_number_too_long_to_write():
+    """Pinned (F32): a number of five thousand digits is refused as any other wrong one."""
+    with pytest.raises(ConfigError, match=r"timeout_ms = a int too long to show"):
+        load({"timeout_ms": 10**5000}, {"HOME": "/h"})

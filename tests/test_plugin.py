@@ -137,3 +137,37 @@ print(type(backend).__name__, backend.config.timeout_ms)
 def test_logging_is_under_one_name():
     """Pinned: everything is logged under `cachestore`, so that one line silences or raises it."""
     assert plugin.logger is logging.getLogger("cachestore")
+
+
+def test_the_source_tree_says_what_to_do():
+    """Pinned: started in the repository, Python finds the sources first; the error says so."""
+    from pathlib import Path
+
+    done = subprocess.run(
+        [sys.executable, "-c", "import cachestore_connector._ffi"],
+        capture_output=True, text=True, cwd=Path(__file__).parents[1],
+        env={"PATH": "/usr/bin:/bin"},
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert "PYTHONSAFEPATH=1" in done.stderr
+
+
+def test_anybodys_wrapper_is_not_our_hook():
+    """Pinned: another plugin's hook on the same function doesn't pass for ours."""
+    import functools
+
+    def original():
+        pass
+
+    def wrapped_by(hook):
+        @functools.wraps(original)
+        def wrapper():
+            return hook, original
+
+        return wrapper
+
+    assert not plugin._is_hooked(original, plugin._attach)
+    assert not plugin._is_hooked(wrapped_by(print), plugin._attach)
+    ours = wrapped_by(plugin._attach)
+    assert plugin._is_hooked(ours, plugin._attach)
+    assert plugin._is_hooked(functools.wraps(ours)(lambda: None), plugin._attach)

@@ -48,7 +48,7 @@ def test_another_model_under_the_same_name(
     storage.wait(2 * PAGES)
     restored(other, ids, STORED, second)
     manifests = storage.manifests()
-    assert differences(*manifests.values()) == {"model_path"}
+    assert differences(*manifests.values()) == {"model_path", "variant"}
     other.kill()
 
     with attached(llama_server, "cachestore", storage.config()):

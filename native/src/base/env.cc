@@ -50,7 +50,7 @@ std::string FdName(Fd fd) { return "descriptor " + std::to_string(fd); }
 class RealEnv final : public Env {
  public:
   Result<Fd> OpenRead(const std::string& path, bool direct) override {
-    return Open(path, O_RDONLY | (direct ? O_DIRECT : 0), "open");
+    return Open(path, O_RDONLY | O_NONBLOCK | O_NOCTTY | (direct ? O_DIRECT : 0), "open");
   }
 
   Result<Fd> OpenWrite(const std::string& path, bool direct) override {
@@ -189,7 +189,7 @@ class RealEnv final : public Env {
 
   static FileInfo Info(const struct stat& st) {
     return {static_cast<uint64_t>(st.st_size), static_cast<uint64_t>(st.st_dev),
-            static_cast<uint64_t>(st.st_ino), S_ISDIR(st.st_mode)};
+            static_cast<uint64_t>(st.st_ino), S_ISDIR(st.st_mode), S_ISREG(st.st_mode)};
   }
 };
 

@@ -31,6 +31,7 @@ struct FileInfo {
   uint64_t device = 0;
   uint64_t inode = 0;
   bool is_directory = false;
+  bool is_regular = false;
 };
 
 class Env {
@@ -38,6 +39,7 @@ class Env {
   virtual ~Env() = default;
   static Env& Real();
 
+  // Never waits for a peer, whatever stands there (a FIFO, a device).
   virtual Result<Fd> OpenRead(const std::string& path, bool direct) = 0;
   // Creates the file if need be, mode 0600. The names written are unique, so
   // that O_EXCL would only keep several shards of one block apart.

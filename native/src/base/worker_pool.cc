@@ -118,7 +118,13 @@ bool WorkerPool::Submit(std::vector<Job> jobs) {
     const std::lock_guard lock(state_->mutex);
     if (state_->closed || state_->alive <= state_->stuck) return false;
     wake = std::min(jobs.size(), state_->idle);
-    for (Job& job : jobs) state_->queue.push_back(std::move(job));
+    const size_t queued = state_->queue.size();
+    try {
+      for (Job& job : jobs) state_->queue.push_back(std::move(job));
+    } catch (...) {  // no memory: none of them
+      state_->queue.resize(queued);
+      throw;
+    }
   }
   for (; wake > 0; --wake) state_->work.notify_one();
   return true;

@@ -15,6 +15,63 @@ uint64_t Value(const std::atomic<uint64_t>& counter) {
   return counter.load(std::memory_order_relaxed);
 }
 
+// Runs `work` on a thread of its own and waits for it. False: it takes longer,
+// and is left behind with all it holds.
+bool RunWithin(std::chrono::milliseconds patience, const char* name, std::function<void()> work) {
+  Batch batch;
+  batch.blocks.resize(1);
+  const auto request = std::make_shared<Request>(std::move(batch));
+  WorkerPool pool(name, 1, [work = std::move(work)](WorkerPool::Job& job, WorkerPool::Scratch&) {
+    (void)Thrown(work);
+    static_cast<Request*>(job.owner.get())->Finish(0, CS_OK);
+    return false;
+  });
+  if (!pool.Submit({{request, 0}})) return false;
+  const bool done = request->WaitUntil(Request::Clock::now() + patience);
+  (void)pool.Close();
+  (void)pool.Join(done ? kJoinPatience : std::chrono::milliseconds(0));
+  return done;
+}
+
+// On a thread of its own: until a directory is open nothing is known of its
+// filesystem, which may hang.
+Result<std::vector<std::unique_ptr<Directory>>> OpenDirectories(
+    Env& env, const std::shared_ptr<EventRing>& events, const PosixOptions& options) {
+  struct Opening {
+    std::shared_ptr<EventRing> events;
+    std::vector<std::unique_ptr<Directory>> directories;
+    std::atomic<size_t> at{0};
+    Status status{CS_NO_MEMORY, "no memory to open a directory"};
+  };
+  const auto opening = std::make_shared<Opening>();
+  opening->events = events;
+  for (const std::string& root : options.roots) {
+    opening->directories.push_back(
+        std::make_unique<Directory>(env, *events,
+                                    DirectoryOptions{root, options.identity_name, options.manifest,
+                                                     options.direct, options.zero_copy}));
+  }
+  const bool done = RunWithin(options.timeout, "cs-open", [opening] {
+    for (const auto& directory : opening->directories) {
+      Status opened = directory->Open();
+      if (!opened.ok()) {
+        for (size_t i = 0; i <= opening->at; ++i) opening->directories[i]->Close();
+        opening->status = std::move(opened);
+        return;
+      }
+      ++opening->at;
+    }
+    opening->status = Status::Ok();
+  });
+  if (!done) {
+    return Status(CS_TIMEOUT, "opening " + options.roots[opening->at] +
+                                  ": the filesystem didn't answer within " +
+                                  std::to_string(options.timeout.count()) + " ms");
+  }
+  if (!opening->status.ok()) return opening->status;
+  return std::move(opening->directories);
+}
+
 template <typename Work>
 void RunShard(Request& request, size_t shard, Work work) {
   if (const Code code = Thrown(work); code != CS_OK) request.Finish(shard, code);
@@ -53,19 +110,11 @@ Result<std::unique_ptr<Tier>> PosixTier::Open(Env& env, std::shared_ptr<EventRin
   Result<RecordFormat> format = RecordFormat::Make(options.geometry, options.fingerprint);
   if (!format.ok()) return format.status();
   auto core = std::make_shared<Core>(std::move(events), options.queue_depth);
-  std::vector<std::unique_ptr<Directory>> directories;
-  for (const std::string& root : options.roots) {
-    directories.push_back(
-        std::make_unique<Directory>(env, *core->events,
-                                    DirectoryOptions{root, options.identity_name, options.manifest,
-                                                     options.direct, options.zero_copy}));
-    if (Status opened = directories.back()->Open(); !opened.ok()) {
-      for (const auto& directory : directories) directory->Close();
-      return opened;
-    }
-  }
+  Result<std::vector<std::unique_ptr<Directory>>> directories =
+      OpenDirectories(env, core->events, options);
+  if (!directories.ok()) return directories.status();
   core->io = std::make_unique<ShardIo>(env, *core->events, options.geometry,
-                                       std::move(format.value()), std::move(directories));
+                                       std::move(format.value()), std::move(directories.value()));
   return std::unique_ptr<Tier>(new PosixTier(std::move(core), options));
 }
 
@@ -283,8 +332,13 @@ void PosixTier::Close() {
   // With a worker left behind, its directory may hang us too: what it was
   // writing is removed by whoever opens the store next.
   if (!all) return;
-  for (const auto& directory : core_->io->directories()) {
-    (void)Thrown([&] { directory->Close(); });
+  const auto close = [core = core_] {
+    for (const auto& directory : core->io->directories()) directory->Close();
+  };
+  if (aside_pool_ == nullptr) {
+    (void)Thrown(close);
+  } else {
+    (void)RunWithin(kJoinPatience, "cs-close", close);
   }
 }
 

@@ -107,7 +107,7 @@ Directory& ShardIo::DirectoryOf(const BlockId& block) const {
 
 bool ShardIo::Exists(const BlockId& block) const {
   const Result<FileInfo> info = env_.Stat(DirectoryOf(block).BlockPath(block));
-  return info.ok() && !info.value().is_directory && info.value().size == file_size_;
+  return info.ok() && info.value().is_regular && info.value().size == file_size_;
 }
 
 Result<std::shared_ptr<BlockWrites>> ShardIo::PlanDump(const Batch& batch) const {
@@ -224,7 +224,7 @@ Code ShardIo::ReadAndCheck(Transfer& transfer) {
     SetAside(path, info.value(), why);
     return CS_CORRUPT;
   };
-  if (info.value().is_directory) return corrupt("a directory");
+  if (!info.value().is_regular) return corrupt("not a regular file");
   if (info.value().size != file_size_) {
     return corrupt(std::to_string(info.value().size) + " bytes, not " + std::to_string(file_size_));
   }

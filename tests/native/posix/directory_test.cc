@@ -39,7 +39,8 @@ std::vector<std::string> Names(const std::string& path) {
 std::string Store(Opened& opened, const BlockId& id) {
   const std::string temporary = opened.directory.NewTemporaryPath();
   WriteFile(temporary, {1, 2, 3});
-  EXPECT_OK(opened.directory.Publish(temporary, id, 0));
+  EXPECT_OK(opened.directory.Publish(temporary, id, opened.directory.epoch()));
+  EXPECT_EQ(access(opened.directory.BlockPath(id).c_str(), F_OK), 0);
   return opened.directory.BlockPath(id);
 }
 

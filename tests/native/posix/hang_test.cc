@@ -429,4 +429,43 @@ TEST(Hang, CloseIsBoundedAndLeavesNothingForEver) {
   EXPECT_TRUE(Eventually([&] { return FilesBelow(TemporaryRoot(h.setup)).empty(); }));
 }
 
+// The same for a store that has nothing to do, whose filesystem hangs unseen.
+TEST(Hang, CloseOfAnIdleStoreIsBounded) {
+  FaultEnv env;
+  const TempDir root;
+  StoreSetup setup({root.path()});
+  env.SetFilesystemType(FaultEnv::kNfs);
+  const size_t threads = ThreadCount();
+  auto store = OpenOrFail(setup, env);
+  ASSERT_TRUE(store != nullptr);
+  WaitCleaned(setup, env);
+  Gate gate;
+  for (size_t i = 0; i + 1 < kOpCount; ++i) env.Before(static_cast<Op>(i), Holding(gate));
+  const auto start = Clock::now();
+  store->Close();
+  store.reset();
+  EXPECT_TRUE(Clock::now() - start < kBounded);
+  EXPECT_GT(gate.arrived(), 0u);
+  gate.Open();
+  EXPECT_TRUE(Eventually([&] { return ThreadCount() == threads; }));
+}
+
+// A directory that hangs from the first call on: an error that names it.
+TEST(Hang, OpenIsBounded) {
+  FaultEnv env;
+  const TempDir root;
+  StoreSetup setup({root.path()});
+  setup.timeout_ms = 200;
+  const size_t threads = ThreadCount();
+  Gate gate;
+  for (size_t i = 0; i + 1 < kOpCount; ++i) env.Before(static_cast<Op>(i), Holding(gate));
+  const auto start = Clock::now();
+  const Result<std::unique_ptr<Store>> opened = setup.Open(env);
+  EXPECT_TRUE(Clock::now() - start < kBounded);
+  EXPECT_EQ(opened.status().code(), CS_TIMEOUT);
+  EXPECT_NE(opened.status().text().find(root.path()), std::string::npos);
+  gate.Open();
+  EXPECT_TRUE(Eventually([&] { return ThreadCount() == threads; }));
+}
+
 }  // namespace cachestore::test

@@ -143,6 +143,9 @@ TEST(ShardIo, EveryOtherLengthIsAMiss) {
         size_t{4096}, size_t{4097}, size - 4096, size - 4, size - 1, size + 1, size + 4096}) {
     std::vector<uint8_t> other = stored.bytes;
     other.resize(length);
+    // A lookup, too, takes no file of another size for a block.
+    WriteFile(stored.path, other);
+    EXPECT_FALSE(IsPresent(*stored.store, IdOf(1)));
     stored.ExpectMiss(other, ("length " + std::to_string(length)).c_str());
   }
 }
@@ -161,6 +164,11 @@ TEST(ShardIo, DirectoryInItsPlaceIsAMiss) {
   stored.pages->Poison();
   EXPECT_TRUE(LoadAll(*stored.store, *stored.pages) == Repeated(1, CS_CORRUPT));
   EXPECT_FALSE(IsPresent(*stored.store, IdOf(1)));
+  // It is no obstacle for ever: a dump takes its place.
+  stored.pages->Fill();
+  EXPECT_TRUE(DumpAll(*stored.store, *stored.pages) == Repeated(1, CS_OK));
+  EXPECT_TRUE(IsPresent(*stored.store, IdOf(1)));
+  EXPECT_TRUE(LoadAll(*stored.store, *stored.pages) == Repeated(1, CS_OK));
 }
 
 // ... also one that looks as large as a block.
@@ -326,6 +334,24 @@ TEST(ShardIo, ShortReadIsAMiss) {
     });
     EXPECT_TRUE(LoadAll(*stored.store, *stored.pages) == Repeated(1, CS_CORRUPT));
   }
+}
+
+// What isn't a regular file is a miss, and never waited for: opening a FIFO
+// would wait for a writer.
+TEST(ShardIo, AFifoInABlocksPlaceIsAMiss) {
+  const TempDir root;
+  const StoreSetup setup({root.path()});
+  const auto store = OpenOrFail(setup);
+  Pages pages(setup, 0, 1);
+  pages.Fill();
+  EXPECT_TRUE(DumpAll(*store, pages) == Repeated(1, CS_OK));
+  const std::string path = BlockPath(setup, IdOf(0));
+  ASSERT_EQ(unlink(path.c_str()), 0);
+  ASSERT_EQ(mkfifo(path.c_str(), 0600), 0);
+  EXPECT_TRUE(LookupAll(*store, pages) == std::vector<uint8_t>(1, 0));
+  EXPECT_TRUE(LoadAll(*store, pages) == Repeated(1, CS_CORRUPT));
+  EXPECT_TRUE(DumpAll(*store, pages) == Repeated(1, CS_OK));
+  EXPECT_TRUE(LoadAll(*store, pages) == Repeated(1, CS_OK));
 }
 
 }  // namespace cachestore::test
