@@ -34,7 +34,9 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 from . import config as settings
 from . import identity as identities
 from . import weights
-from .errors import CacheStoreError, Code, ConfigError
+from .errors import Code, ConfigError
+from .flat_pages import FlatPages
+from .guard import all_false, never_raises
 from .pages import LayoutError, PageLayout, page_layout
 from .store import Store, StoreOptions
 from .throttle import Throttle
@@ -62,37 +64,7 @@ _VARIANT_FIELDS = (
 )
 
 
-def _never_raises(fallback: Callable[..., Any]) -> Callable[[Callable], Callable]:
-    """Answer with ``fallback(*args)`` where the method raises; log the exception."""
-
-    def decorate(method: Callable) -> Callable:
-        @functools.wraps(method)
-        def call(self: CacheStore, *args: Any, **kwargs: Any) -> Any:
-            try:
-                return method(self, *args, **kwargs)
-            except Exception as error:
-                self._throttle.log(
-                    logging.ERROR,
-                    f"exception in {method.__name__}",
-                    f"{method.__name__} failed: {error!r}",
-                    traceback=not isinstance(error, CacheStoreError | ValueError),
-                )
-                return fallback(*args, **kwargs)
-
-        return call
-
-    return decorate
-
-
-def _all_false(keys: Sequence[str], *_: Any, **__: Any) -> list[bool]:
-    return [False] * len(keys)
-
-
-def _all_none(keys: Sequence[str], *_: Any, **__: Any) -> list[None]:
-    return [None] * len(keys)
-
-
-class CacheStore(HiCacheStorage):
+class CacheStore(FlatPages, HiCacheStorage):
     """One rank's backend. SGLang constructs it, registers the host pool, then calls the rest.
 
     ``storage_config``: SGLang's; its ``extra_config`` holds our settings. The second argument is
@@ -290,7 +262,7 @@ class CacheStore(HiCacheStorage):
 
     # Pages of the KV pool.
 
-    @_never_raises(lambda *_, **__: 0)
+    @never_raises(lambda *_, **__: 0)
     def batch_exists(
         self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> int:
@@ -315,7 +287,7 @@ class CacheStore(HiCacheStorage):
         """Whether a page is stored."""
         return self.batch_exists([key]) == 1
 
-    @_never_raises(_all_false)
+    @never_raises(all_false)
     def batch_get_v1(
         self,
         keys: list[str],
@@ -328,7 +300,7 @@ class CacheStore(HiCacheStorage):
         """
         return self._transfer(Store.load, keys, self._pool_addresses(keys, host_indices))
 
-    @_never_raises(_all_false)
+    @never_raises(all_false)
     def batch_set_v1(
         self,
         keys: list[str],
@@ -371,72 +343,9 @@ class CacheStore(HiCacheStorage):
                 f"{move.__name__} of {len(codes)} pages: {counts}",
             )
 
-    # The legacy calls: whole flat pages, as SGLang's generic path and older releases make them.
-
-    @_never_raises(_all_none)
-    def batch_get(
-        self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
-    ) -> list[torch.Tensor | None]:
-        """Load flat pages into the given tensors (or new ones); None for each that can't be."""
-        if self._layout is None:
-            return [None] * len(keys)
-        if target_locations is None:
-            size = self._layout.page_bytes
-            target_locations = [torch.empty(size, dtype=torch.uint8) for _ in keys]
-        results = self._transfer(Store.load, keys, self._flat_addresses(keys, target_locations))
-        return [page if ok else None for page, ok in zip(target_locations, results, strict=True)]
-
-    def get(
-        self, key: str, target_location: Any = None, target_sizes: Any = None
-    ) -> torch.Tensor | None:
-        """Load one flat page: `batch_get` of one."""
-        return self.batch_get([key], None if target_location is None else [target_location])[0]
-
-    @_never_raises(lambda *_, **__: False)
-    def batch_set(
-        self,
-        keys: list[str],
-        values: Any = None,
-        target_locations: Any = None,
-        target_sizes: Any = None,
-    ) -> bool:
-        """Store flat pages from tensors. True if every one is stored."""
-        pages = values if values is not None else target_locations
-        if pages is None or self._layout is None:
-            return False
-        pages = [page.contiguous() for page in pages]
-        return all(self._transfer(Store.dump, keys, self._flat_addresses(keys, pages)))
-
-    def set(
-        self,
-        key: str,
-        value: Any = None,
-        target_location: Any = None,
-        target_sizes: Any = None,
-    ) -> bool:
-        """Store one flat page: `batch_set` of one."""
-        page = value if value is not None else target_location
-        return page is not None and self.batch_set([key], [page])
-
-    def _flat_addresses(self, keys: Sequence[str], pages: Sequence[torch.Tensor]) -> Any:
-        layout = self._layout
-        assert layout is not None
-        if len(pages) != len(keys):
-            raise ValueError(f"{len(keys)} keys and {len(pages)} pages")
-        table: list[int] = []
-        for page in pages:
-            if page.device.type != "cpu" or not page.is_contiguous():
-                raise ValueError("a flat page must be a contiguous tensor on the CPU")
-            if page.nbytes != layout.page_bytes:
-                raise ValueError(
-                    f"a flat page has {layout.page_bytes} bytes here, got one of {page.nbytes}"
-                )
-            table += layout.flat_addresses(page.data_ptr())
-        return np.array(table, dtype=np.int64)
-
     # The calls of models with several pools. Only KV alone can be served for now.
 
-    @_never_raises(lambda *_, **__: PoolTransferResult.empty())
+    @never_raises(lambda *_, **__: PoolTransferResult.empty())
     def batch_exists_v2(
         self,
         keys: list[str],
@@ -448,7 +357,7 @@ class CacheStore(HiCacheStorage):
             return PoolTransferResult.empty()
         return PoolTransferResult(self.batch_exists(keys), {})
 
-    @_never_raises(lambda transfers, *_, **__: _refused(transfers))
+    @never_raises(lambda transfers, *_, **__: _refused(transfers))
     def batch_get_v2(
         self,
         transfers: list[PoolTransfer],
@@ -457,7 +366,7 @@ class CacheStore(HiCacheStorage):
         """Load of side pools: always False."""
         return _refused(transfers)
 
-    @_never_raises(lambda transfers, *_, **__: _refused(transfers))
+    @never_raises(lambda transfers, *_, **__: _refused(transfers))
     def batch_set_v2(
         self,
         transfers: list[PoolTransfer],
@@ -468,14 +377,14 @@ class CacheStore(HiCacheStorage):
 
     # Operation.
 
-    @_never_raises(lambda *_, **__: None)
+    @never_raises(lambda *_, **__: None)
     def clear(self) -> None:
         """Forget this identity's pages, no other's. Returns at once; space is freed behind it."""
         if self._store is not None:
             self._store.clear()
             self._log_events()
 
-    @_never_raises(lambda *_, **__: None)
+    @never_raises(lambda *_, **__: None)
     def get_stats(self) -> Any:
         """What happened since the last call, as SGLang's collector wants it; None without metrics.
 
@@ -485,7 +394,7 @@ class CacheStore(HiCacheStorage):
         lists = self._transfers.drain()
         return None if lists is None else StorageMetrics(**lists)
 
-    @_never_raises(lambda *_, **__: {})
+    @never_raises(lambda *_, **__: {})
     def counters(self) -> dict[str, int]:
         """The store's counters since attach (``cs_stats`` in c_api.h); empty when detached."""
         return {} if self._store is None else self._store.stats()

@@ -31,3 +31,22 @@ def options(tmp_path):
         return dataclasses.replace(base, **changes)
 
     return make
+
+
+@pytest.fixture
+def attach(tmp_path):
+    """``attach(pool, **storage_config changes)``: an attached backend, closed after the test."""
+    from backends import storage_config
+    from cachestore_connector.backend import CacheStore
+
+    opened = []
+
+    def make(pool, *, root=None, **changes):
+        backend = CacheStore(storage_config(root or tmp_path / "store", **changes))
+        opened.append(backend)
+        backend.register_mem_pool_host(pool)
+        return backend
+
+    yield make
+    for backend in opened:
+        backend.close()

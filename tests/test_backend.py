@@ -8,57 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from sglang.srt.mem_cache.hicache_storage import (
-    HiCacheStorageConfig,
-    PoolName,
-    PoolTransfer,
-)
+from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
 import host_pools
-from cachestore_connector.backend import CacheStore
+from backends import keys
 from cachestore_connector.errors import ConfigError
 from cachestore_connector.pages import LAYOUTS
 
 MAKE = {"mha": host_pools.mha_pool, "mla": host_pools.mla_pool}
-
-
-def storage_config(root, *, is_mla=False, metrics=False, **changes):
-    """SGLang's storage config; a dict under ``extra`` is laid over our settings."""
-    extra = {"storage_backends": [str(root)], "model_identity": "tests/model"}
-    extra |= changes.pop("extra", {})
-    fields = {
-        "tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1,
-        "attn_cp_rank": 0, "attn_cp_size": 1, "model_name": "served",
-    }  # fmt: skip
-    return HiCacheStorageConfig(
-        is_mla_model=is_mla,
-        enable_storage_metrics=metrics,
-        is_page_first_layout=False,
-        extra_config=extra,
-        **(fields | changes),
-    )
-
-
-@pytest.fixture
-def attach(tmp_path):
-    """``attach(pool, **storage_config changes)``: an attached backend, closed after the test."""
-    opened = []
-
-    def make(pool, *, root=None, **changes):
-        backend = CacheStore(storage_config(root or tmp_path / "store", **changes))
-        opened.append(backend)
-        backend.register_mem_pool_host(pool)
-        return backend
-
-    yield make
-    for backend in opened:
-        backend.close()
-
-
-def keys(count, start=0):
-    """Page keys as SGLang makes them: 64 hex digits."""
-    return [f"{i:064x}" for i in range(start, start + count)]
 
 
 def blocks(root):
@@ -137,53 +95,6 @@ def test_one_bad_page_fails_alone(attach, tmp_path):
     counters = backend.counters()
     assert (counters["load_ok"], counters["load_corrupt"], counters["load_absent"]) == (3, 1, 1)
     assert (counters["dump_ok"], counters["dump_existing"]) == (5, 3)
-
-
-CHANGES = {
-    "model": {"extra": {"model_identity": "tests/other"}},
-    "tp_rank": {"tp_rank": 1, "tp_size": 2},
-    "tp_size": {"tp_size": 2},
-    "pp_rank": {"pp_rank": 1, "pp_size": 2},
-    "pp_size": {"pp_size": 2},
-    "attn_cp_rank": {"attn_cp_rank": 1, "attn_cp_size": 2},
-}
-POOL_CHANGES = {
-    "dtype": {"dtype": torch.float16},
-    "layout": {"layout": "page_first"},
-    "page_size": {"page_size": 32},
-    "layers": {"layers": 2},
-    "heads": {"heads": 1},
-}
-
-
-@pytest.mark.parametrize("change", [*CHANGES, *POOL_CHANGES])
-def test_another_identity_is_a_miss(attach, change):
-    """Pinned (F22, F23): same keys, other bytes: nothing is found, and nothing is overwritten."""
-    pool = host_pools.mha_pool(fill=4)
-    first = attach(pool)
-    names = keys(2)
-    first.batch_set_v1(names, host_pools.indices(pool, [0, 1]))
-    other_pool = host_pools.mha_pool(fill=5, **POOL_CHANGES.get(change, {}))
-    other = attach(other_pool, **CHANGES.get(change, {}))
-    assert other.batch_exists(names) == 0
-    assert other.batch_get_v1(names, host_pools.indices(other_pool, [2, 3])) == [False] * 2
-    assert other.batch_set_v1(names, host_pools.indices(other_pool, [0, 1])) == [True] * 2
-    assert first.batch_get_v1(names, host_pools.indices(pool, [6, 7])) == [True] * 2
-    assert torch.equal(host_pools.page_bytes(pool, 0), host_pools.page_bytes(pool, 6))
-
-
-def test_mla_ranks_share_and_stages_do_not(attach):
-    """Pinned (contract A9, F23, F25): another TP rank hits; another pipeline stage doesn't."""
-    pool = host_pools.mla_pool(fill=6)
-    names = keys(2)
-    writer = attach(pool, is_mla=True, tp_rank=0, tp_size=4, pp_rank=0, pp_size=2)
-    writer.batch_set_v1(names, host_pools.indices(pool, [0, 1]))
-    peer = attach(host_pools.mla_pool(), is_mla=True, tp_rank=3, tp_size=4, pp_rank=0, pp_size=2)
-    stage = attach(host_pools.mla_pool(), is_mla=True, tp_rank=0, tp_size=4, pp_rank=1, pp_size=2)
-    other_size = attach(host_pools.mla_pool(), is_mla=True, tp_size=8, pp_rank=0, pp_size=2)
-    assert peer.batch_exists(names) == 2
-    assert stage.batch_exists(names) == 0
-    assert other_size.batch_exists(names) == 0
 
 
 def test_a_manifest_says_what_a_directory_holds(attach, tmp_path):
@@ -400,72 +311,6 @@ def test_all_calls_at_once(attach):
         thread.join(30)
     assert failures == []
     assert backend.batch_exists(names) == 4
-
-
-def test_updated_weights_end_the_use_of_what_is_stored(attach, caplog, monkeypatch):
-    """Pinned (F22): after an update in place nothing of the old weights is found, or mixed in.
-
-    A new attach needs a weight version, and is another identity with one.
-    """
-    from cachestore_connector import backend as module
-    from cachestore_connector import weights
-
-    monkeypatch.setattr(weights, "updates", 0)
-    pool = host_pools.mha_pool(fill=15)
-    backend = attach(pool)
-    names = keys(2)
-    backend.batch_set_v1(names, host_pools.indices(pool, [0, 1]))
-    weights.count_update()
-    assert backend.batch_exists(names) == 0
-    assert backend.batch_get_v1(names, host_pools.indices(pool, [2, 3])) == [False] * 2
-    assert backend.batch_set_v1(keys(1, 5), host_pools.indices(pool, [0])) == [False]
-    assert "weights were updated" in caplog.text
-    with pytest.raises(ConfigError, match="weight_version = 'default'"):
-        attach(host_pools.mha_pool())
-    monkeypatch.setattr(module, "_weights_now", lambda: (1, "step-2"))
-    updated = attach(host_pools.mha_pool())
-    assert updated.batch_exists(names) == 0
-    assert updated.identity.manifest()["variant"] == {"weight_version": "step-2"}
-
-
-def _model(path, **others):
-    fields = {"model_path": str(path), "kv_cache_dtype": "auto", "load_format": "auto"}
-    return fields | others
-
-
-def test_a_relative_model_path_is_one_place(attach, monkeypatch, tmp_path):
-    """Pinned (F22): `./ckpt` in two directories are two models; a slash at the end is nothing."""
-    from cachestore_connector import backend as module
-
-    names, pool = keys(2), host_pools.mha_pool(fill=16)
-    for place in ("a", "b"):
-        (tmp_path / place / "ckpt").mkdir(parents=True)
-    given = {"extra": {"model_identity": None}}
-    monkeypatch.setattr(module, "_model_bag", lambda: _model("./ckpt"))
-    monkeypatch.chdir(tmp_path / "a")
-    attach(pool, **given).batch_set_v1(names, host_pools.indices(pool, [0, 1]))
-    monkeypatch.chdir(tmp_path / "b")
-    assert attach(host_pools.mha_pool(), **given).batch_exists(names) == 0
-    monkeypatch.setattr(module, "_model_bag", lambda: _model(f"{tmp_path}/a/ckpt/"))
-    assert attach(host_pools.mha_pool(), **given).batch_exists(names) == 2
-
-
-def test_other_weights_under_one_path_are_a_miss(attach, monkeypatch, tmp_path):
-    """Pinned (F22): rewritten weight files, and another load format, are other identities."""
-    from cachestore_connector import backend as module
-
-    names, pool = keys(2), host_pools.mha_pool(fill=17)
-    given = {"extra": {"model_identity": None}}
-    checkpoint = tmp_path / "ckpt"
-    checkpoint.mkdir()
-    (checkpoint / "model.safetensors").write_bytes(bytes(range(256)) * 400)
-    monkeypatch.setattr(module, "_model_bag", lambda: _model(checkpoint))
-    attach(pool, **given).batch_set_v1(names, host_pools.indices(pool, [0, 1]))
-    assert attach(host_pools.mha_pool(), **given).batch_exists(names) == 2
-    (checkpoint / "model.safetensors").write_bytes(bytes(reversed(range(256))) * 400)
-    assert attach(host_pools.mha_pool(), **given).batch_exists(names) == 0
-    monkeypatch.setattr(module, "_model_bag", lambda: _model(checkpoint, load_format="dummy"))
-    assert attach(host_pools.mha_pool(), **given).batch_exists(names) == 0
 
 
 def test_the_decision_is_one_log_line(attach, caplog):

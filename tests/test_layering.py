@@ -16,12 +16,13 @@ NATIVE = ROOT / "native" / "src"
 LAYERS = [
     {"plugin"},
     {"backend"},
-    {"config", "identity", "pages", "store", "throttle", "transfer_log", "weights"},
+    {"flat_pages"},
+    {"config", "guard", "identity", "pages", "store", "throttle", "transfer_log", "weights"},
     {"_config_file", "_setting_types", "_ffi"},
     {"errors", "_native"},
 ]
 USES_SGLANG = {"backend", "plugin"}
-USES_TORCH = USES_SGLANG | {"pages"}
+USES_TORCH = USES_SGLANG | {"flat_pages", "pages"}
 
 # What each part of the native store may include beside itself.
 INCLUDES = {

@@ -1,0 +1,25 @@
+"""What SGLang hands a backend: its storage config, and page keys."""
+
+
+def storage_config(root, *, is_mla=False, metrics=False, **changes):
+    """SGLang's storage config; a dict under ``extra`` is laid over our settings."""
+    extra = {"storage_backends": [str(root)], "model_identity": "tests/model"}
+    extra |= changes.pop("extra", {})
+    fields = {
+        "tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1,
+        "attn_cp_rank": 0, "attn_cp_size": 1, "model_name": "served",
+    }  # fmt: skip
+    from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
+
+    return HiCacheStorageConfig(
+        is_mla_model=is_mla,
+        enable_storage_metrics=metrics,
+        is_page_first_layout=False,
+        extra_config=extra,
+        **(fields | changes),
+    )
+
+
+def keys(count, start=0):
+    """Page keys as SGLang makes them: 64 hex digits."""
+    return [f"{i:064x}" for i in range(start, start + count)]
