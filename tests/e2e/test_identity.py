@@ -56,6 +56,7 @@ def test_another_model_under_the_same_name(
     assert manifests == storage.manifests() and name in manifests
 
 
+@pytest.mark.soak
 def test_another_path_and_name(
     llama_server, attached, storage, checkpoint, serve, tmp_path, prompt, computed, restored
 ):

@@ -104,6 +104,7 @@ def test_sigterm_in_the_middle_of_a_backup(
     prove(server, attached, storage, (first, STORED, cold), (second, torn), restored)
 
 
+@pytest.mark.soak
 def test_sigkill_in_the_middle_of_a_backup(
     deepseek_server, attached, storage, prompt, computed, restored
 ):
