@@ -9,6 +9,8 @@ import os
 import threading
 from pathlib import Path
 
+import pytest
+
 PROMPT = 690
 STORED = 640
 PAGES = 10
