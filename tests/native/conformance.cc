@@ -210,8 +210,11 @@ void ExistingIsNotWritten(Pipeline& pipeline) {
   ASSERT_TRUE(store != nullptr);
   Pages pages(pipeline.setup, 0, 6, pipeline.skew);
   pages.Fill();
+  const size_t before = pipeline.env.calls(pipeline.dump_op);
   EXPECT_TRUE(DumpAll(*store, pages) == Repeated(6, CS_OK));
-  const size_t writes = pipeline.env.calls(pipeline.dump_op);
+  // A pipeline may write behind the caller's back.
+  const size_t writes = before + 6;
+  EXPECT_TRUE(Eventually([&] { return pipeline.env.calls(pipeline.dump_op) >= writes; }));
   pages.Fill(1);
   EXPECT_TRUE(DumpAll(*store, pages) == Repeated(6, CS_OK));
   EXPECT_EQ(pipeline.env.calls(pipeline.dump_op), writes);
