@@ -158,11 +158,26 @@ uint32_t SlotTable::Take(bool for_load) {
   return slot;
 }
 
+// Gives the block a slot, to be filled by us.
+Claim SlotTable::ClaimFree(const BlockId& block, bool for_load) {
+  const uint32_t slot = Take(for_load);
+  if (slot == kNone) return {Claim::kNoSlot, {}, CS_OK};
+  RegionHeader& h = region_.header();
+  SlotEntry& entry = region_.slot(slot);
+  entry.block = block;
+  entry.owner = region_.self();
+  entry.tick = ++h.tick;
+  Link(region_, slot);
+  SetState(entry, SlotState::kLoading);
+  ++h.loading_count;
+  return {Claim::kClaimed, {slot, entry.generation.load(std::memory_order_relaxed)}, CS_OK};
+}
+
 Claim SlotTable::ClaimForLoad(const BlockId& block, uint32_t worker, bool accept_failed) {
   const Region::Lock lock(region_);
   if (!lock.ok()) return {};
   RegionHeader& h = region_.header();
-  uint32_t slot = Find(region_, block);
+  const uint32_t slot = Find(region_, block);
   if (slot != kNone) {
     SlotEntry& entry = region_.slot(slot);
     const SlotRef ref{slot, entry.generation.load(std::memory_order_relaxed)};
@@ -187,23 +202,14 @@ Claim SlotTable::ClaimForLoad(const BlockId& block, uint32_t worker, bool accept
         break;  // can't be found
     }
   }
-  slot = Take(/*for_load=*/true);
-  if (slot == kNone) return {Claim::kNoSlot, {}, CS_OK};
-  SlotEntry& entry = region_.slot(slot);
-  entry.block = block;
-  entry.owner = region_.self();
-  entry.tick = ++h.tick;
-  Link(region_, slot);
-  SetState(entry, SlotState::kLoading);
-  ++h.loading_count;
-  return {Claim::kClaimed, {slot, entry.generation.load(std::memory_order_relaxed)}, CS_OK};
+  return ClaimFree(block, /*for_load=*/true);
 }
 
 Claim SlotTable::ClaimForDump(const BlockId& block) {
   const Region::Lock lock(region_);
   if (!lock.ok()) return {};
   RegionHeader& h = region_.header();
-  uint32_t slot = Find(region_, block);
+  const uint32_t slot = Find(region_, block);
   if (slot != kNone) {
     SlotEntry& entry = region_.slot(slot);
     const SlotRef ref{slot, entry.generation.load(std::memory_order_relaxed)};
@@ -223,16 +229,7 @@ Claim SlotTable::ClaimForDump(const BlockId& block) {
   }
   // Slots being filled by dumps will be dirty: they count already.
   if (h.dirty_count + h.loading_count >= max_dirty_) return {Claim::kNoSlot, {}, CS_OK};
-  slot = Take(/*for_load=*/false);
-  if (slot == kNone) return {Claim::kNoSlot, {}, CS_OK};
-  SlotEntry& entry = region_.slot(slot);
-  entry.block = block;
-  entry.owner = region_.self();
-  entry.tick = ++h.tick;
-  Link(region_, slot);
-  SetState(entry, SlotState::kLoading);
-  ++h.loading_count;
-  return {Claim::kClaimed, {slot, entry.generation.load(std::memory_order_relaxed)}, CS_OK};
+  return ClaimFree(block, /*for_load=*/false);
 }
 
 void SlotTable::Unpin(uint32_t worker) {

@@ -98,6 +98,7 @@ class SlotTable {
  private:
   SlotEntry& Entry(SlotRef ref) const { return region_.slot(ref.slot); }
   uint32_t Take(bool for_load);
+  Claim ClaimFree(const BlockId& block, bool for_load);
 
   Region& region_;
   const uint32_t reserve_;
