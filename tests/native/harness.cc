@@ -10,6 +10,7 @@
 #include <exception>
 #include <filesystem>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 namespace cachestore::test {
@@ -24,6 +25,11 @@ struct TestCase {
 std::vector<TestCase>& Tests() {
   static std::vector<TestCase> tests;
   return tests;
+}
+
+std::vector<std::pair<std::string, Role>>& Roles() {
+  static std::vector<std::pair<std::string, Role>> roles;
+  return roles;
 }
 
 // Of the test that is running.
@@ -63,7 +69,21 @@ Outcome Run(const TestCase& test) {
   return outcome;
 }
 
+int RunRole(const std::string& name, const std::vector<std::string>& arguments) {
+  for (const auto& [role, run] : Roles()) {
+    if (role != name) continue;
+    const int status = run(arguments);
+    std::lock_guard lock(mutex);
+    return failures > 0 ? 1 : status;
+  }
+  std::fprintf(stderr, "no role %s\n", name.c_str());
+  return 2;
+}
+
 int Main(int argc, char** argv) {
+  if (argc >= 3 && std::string(argv[1]) == "--role") {
+    return RunRole(argv[2], {argv + 3, argv + argc});
+  }
   std::string filter;
   bool list = false;
   for (int i = 1; i < argc; ++i) {
@@ -105,6 +125,11 @@ int Main(int argc, char** argv) {
 
 bool Register(const char* suite, const char* name, void (*body)()) {
   Tests().push_back({std::string(suite) + "." + name, body});
+  return true;
+}
+
+bool RegisterRole(const char* name, Role role) {
+  Roles().emplace_back(name, role);
   return true;
 }
 

@@ -19,6 +19,7 @@
 #include <string_view>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 namespace cachestore::test {
 
@@ -26,6 +27,12 @@ namespace cachestore::test {
 bool Register(const char* suite, const char* name, void (*body)());
 void Fail(const char* file, int line, const std::string& text);
 void Skip(const char* file, int line, const std::string& reason);
+
+// What the program does instead of its tests when it is started as
+// `--role NAME ARGUMENT...` (cache/processes.h). Its exit status is the
+// function's, or 1 if an EXPECT_* failed in it.
+using Role = int (*)(const std::vector<std::string>& arguments);
+bool RegisterRole(const char* name, Role role);
 
 template <typename T>
 concept Printable = requires(std::ostream& out, const T& value) { out << value; };
