@@ -55,6 +55,7 @@ typedef struct {
   uint32_t cache_h2h_queue_depth;
   const char* cache_h2h_cpu_affinity;
   uint32_t cache_peer_timeout_ms;
+  uint32_t cache_dirty_percent;
 } cs_config;
 
 typedef struct {
@@ -64,6 +65,7 @@ typedef struct {
   size_t m;
   const uint64_t* addresses;
   const uint64_t* sizes;
+  const uint8_t* parent_id;
 } cs_batch;
 
 typedef struct {
@@ -103,6 +105,10 @@ typedef struct {
   uint64_t cache_slots_free;
   uint64_t cache_slots_dirty;
   uint64_t cache_slots_loading;
+  uint64_t cache_load_queued;
+  uint64_t cache_load_running;
+  uint64_t cache_dump_queued;
+  uint64_t cache_dump_running;
   uint64_t storage_loads;
   uint64_t storage_dumps;
 } cs_stats;

@@ -50,6 +50,7 @@ class StoreOptions:
     cache_h2h_queue_depth: int = 1024
     cache_h2h_cpu_affinity: str = "auto"
     cache_peer_timeout_ms: int = 5000
+    cache_dirty_percent: int = 50
 
     @property
     def piece(self) -> int:
@@ -122,23 +123,33 @@ class Store:
             _check(lib.cs_lookup_prefix(handle, count, ffi.from_buffer(block_ids), length))
         return length[0]
 
-    def load(self, block_ids: bytes, addresses: Any, sizes: Any) -> list[int]:
+    def load(
+        self, block_ids: bytes, addresses: Any, sizes: Any, parent_id: bytes | None = None
+    ) -> list[int]:
         """Read blocks of one shard into memory; one `Code` a block, in order.
 
         ``addresses``, ``sizes``: buffers of native uint64, one a tensor, block after block. The
-        memory must stay valid until this returns; it isn't written afterwards. A request of more
-        blocks than the queue is deep goes in pieces; one that finds the queue full ends with
-        `Code.REFUSED` for each of its blocks. Takes at most ``timeout_ms`` for each piece, but
-        for I/O on a local filesystem, which is waited for.
+        memory must stay valid until this returns; it isn't written afterwards. ``parent_id``: the
+        id of the block before the first one in its prefix, if it is known; a cache keeps what
+        comes first longest. A request of more blocks than the queue is deep goes in pieces; one
+        that finds the queue full ends with `Code.REFUSED` for each of its blocks. Takes at most
+        ``timeout_ms`` for each piece, but for I/O on a local filesystem, which is waited for.
         """
-        return self._transfer(lib.cs_load, block_ids, addresses, sizes)
+        return self._transfer(lib.cs_load, block_ids, addresses, sizes, parent_id)
 
-    def dump(self, block_ids: bytes, addresses: Any, sizes: Any) -> list[int]:
+    def dump(
+        self, block_ids: bytes, addresses: Any, sizes: Any, parent_id: bytes | None = None
+    ) -> list[int]:
         """Store blocks of one shard from memory, as `load` does the reverse."""
-        return self._transfer(lib.cs_dump, block_ids, addresses, sizes)
+        return self._transfer(lib.cs_dump, block_ids, addresses, sizes, parent_id)
 
-    def _transfer(self, start: Any, block_ids: bytes, addresses: Any, sizes: Any) -> list[int]:
+    def _transfer(
+        self, start: Any, block_ids: bytes, addresses: Any, sizes: Any, parent_id: bytes | None
+    ) -> list[int]:
         count = _count(block_ids)
+        if parent_id is not None and len(parent_id) != BLOCK_ID_BYTES:
+            raise ValueError(f"parent_id has {len(parent_id)} bytes, not {BLOCK_ID_BYTES}")
+        parent = ffi.NULL if parent_id is None else ffi.from_buffer("uint8_t[]", parent_id)
         ids = ffi.from_buffer("uint8_t[]", block_ids)
         where = ffi.from_buffer("uint64_t[]", addresses)
         lengths = ffi.from_buffer("uint64_t[]", sizes)
@@ -163,6 +174,7 @@ class Store:
                     "m": tensors,
                     "addresses": where + tensors * first,
                     "sizes": lengths + tensors * first,
+                    "parent_id": ids + BLOCK_ID_BYTES * (first - 1) if first else parent,
                 },
             )
             results += self._run(start, batch, n)
@@ -186,21 +198,13 @@ class Store:
 
     def stats(self) -> dict[str, int]:
         """The native counters (``cs_stats``) by name, since the store was opened."""
-        stats = ffi.new("cs_stats *")
         with self._call() as handle:
-            _check(lib.cs_get_stats(handle, stats))
-        return {name: getattr(stats, name) for name, _ in ffi.typeof("cs_stats").fields}
+            return _stats(handle)
 
     def events(self) -> list[Event]:
         """What happened in the background since the last call, oldest first; bounded."""
-        text = ffi.new("char[]", _EVENT_TEXT_BYTES)
-        level = ffi.new("int32_t *")
-        events = []
         with self._call() as handle:
-            while lib.cs_next_event(handle, text, _EVENT_TEXT_BYTES, level):
-                decoded = ffi.string(text).decode("utf-8", "replace")
-                events.append(Event(_LEVELS.get(level[0], 40), decoded))
-        return events
+            return _events(handle)
 
     @property
     def closed(self) -> bool:
@@ -208,20 +212,22 @@ class Store:
         with self._condition:
             return self._handle is None
 
-    def close(self) -> None:
+    def close(self) -> tuple[dict[str, int], list[Event]]:
         """End it: what is running completes, what is queued fails, threads are joined.
 
-        Waits for calls of other threads to leave, which the store makes them do. A second call
-        does nothing.
+        Waits for calls of other threads to leave, which the store makes them do. Returns the
+        counters and the last events; nothing of either from a second call, which does nothing.
         """
         with self._condition:
             handle, self._handle = self._handle, None
         if handle is None:
-            return
+            return {}, []
         lib.cs_shutdown(handle)
         with self._condition:
             self._condition.wait_for(lambda: self._inside == 0)
+        last = _stats(handle), _events(handle)
         lib.cs_close(handle)
+        return last
 
 
 def crc32c(data: bytes, seed: int = 0) -> int:
@@ -265,7 +271,24 @@ def _native_config(options: StoreOptions) -> tuple[Any, list[Any]]:
     config.cache_h2h_queue_depth = options.cache_h2h_queue_depth
     config.cache_h2h_cpu_affinity = affinity
     config.cache_peer_timeout_ms = options.cache_peer_timeout_ms
+    config.cache_dirty_percent = options.cache_dirty_percent
     return config, [strings, pipeline, backends, name, manifest, sizes, directory, affinity]
+
+
+def _stats(handle: Any) -> dict[str, int]:
+    stats = ffi.new("cs_stats *")
+    _check(lib.cs_get_stats(handle, stats))
+    return {name: getattr(stats, name) for name, _ in ffi.typeof("cs_stats").fields}
+
+
+def _events(handle: Any) -> list[Event]:
+    text = ffi.new("char[]", _EVENT_TEXT_BYTES)
+    level = ffi.new("int32_t *")
+    events = []
+    while lib.cs_next_event(handle, text, _EVENT_TEXT_BYTES, level):
+        decoded = ffi.string(text).decode("utf-8", "replace")
+        events.append(Event(_LEVELS.get(level[0], 40), decoded))
+    return events
 
 
 def _count(block_ids: bytes) -> int:

@@ -107,6 +107,9 @@ Result<Batch> Store::BatchOf(const cs_batch& batch) const {
   }
   Batch copy;
   copy.tensors = tensors;
+  if (batch.parent_id != nullptr) {
+    std::memcpy(copy.parent.emplace().data(), batch.parent_id, copy.parent->size());
+  }
   copy.blocks.resize(batch.n);
   copy.shard_indices.resize(batch.n);
   copy.addresses.resize(batch.n * tensors);

@@ -247,7 +247,7 @@ TEST(CApi, TasksAreKnownOnceAndByTheirCount) {
   EXPECT_EQ(results[0], CS_NOT_FOUND);
   EXPECT_EQ(cs_wait(store.get(), task, 10000, results, 2), CS_INVALID);
   ExpectInLastError("waited for already");
-  const cs_batch nothing = {0, nullptr, nullptr, 2, nullptr, nullptr};
+  const cs_batch nothing = {0, nullptr, nullptr, 2, nullptr, nullptr, nullptr};
   ASSERT_EQ(cs_dump(store.get(), &nothing, &task), CS_OK);
   EXPECT_EQ(cs_wait(store.get(), task, 0, nullptr, 0), CS_OK);
 }

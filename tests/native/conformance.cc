@@ -161,7 +161,7 @@ void TwiceInOneRequest(Pipeline& pipeline) {
   }
   const cs_batch both = {
       4,           ids.data(), indices.data(), pipeline.setup.tensor_sizes.size(), addresses.data(),
-      sizes.data()};
+      sizes.data(), nullptr};
   Result<cs_task> task = store->Dump(both);
   ASSERT_OK(task);
   EXPECT_TRUE(WaitFor(*store, task.value(), 4) == Repeated(4, CS_OK));
@@ -195,7 +195,8 @@ void ShardsOutOfOrder(Pipeline& pipeline) {
                      batch.addresses + (i + 1) * batch.m);
     sizes.insert(sizes.end(), batch.sizes + i * batch.m, batch.sizes + (i + 1) * batch.m);
   }
-  const cs_batch mixed = {n, ids.data(), indices.data(), batch.m, addresses.data(), sizes.data()};
+  const cs_batch mixed = {
+      n, ids.data(), indices.data(), batch.m, addresses.data(), sizes.data(), nullptr};
   Result<cs_task> task = store->Dump(mixed);
   ASSERT_OK(task);
   EXPECT_TRUE(WaitFor(*store, task.value(), n) == Repeated(n, CS_OK));
@@ -275,7 +276,7 @@ void NothingToDo(Pipeline& pipeline) {
   ASSERT_OK(prefix);
   EXPECT_EQ(prefix.value(), 0u);
   const cs_batch empty = {0,       nullptr, nullptr, pipeline.setup.tensor_sizes.size(),
-                          nullptr, nullptr};
+                          nullptr, nullptr, nullptr};
   for (int direction = 0; direction < 2; ++direction) {
     Result<cs_task> task = direction == 0 ? store->Load(empty) : store->Dump(empty);
     ASSERT_OK(task);

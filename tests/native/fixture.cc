@@ -63,6 +63,7 @@ cs_config StoreSetup::Config() const {
   config.cache_h2h_queue_depth = copy_queue_depth;
   config.cache_h2h_cpu_affinity = "none";
   config.cache_peer_timeout_ms = peer_timeout_ms;
+  config.cache_dirty_percent = dirty_percent;
   return config;
 }
 

@@ -41,6 +41,7 @@ struct StoreSetup {
   uint32_t copy_workers = 2;
   uint32_t copy_queue_depth = 1024;
   uint32_t peer_timeout_ms = 2000;
+  uint32_t dirty_percent = 50;
 
   // Valid until the setup is changed or ends.
   cs_config Config() const;

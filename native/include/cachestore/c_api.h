@@ -98,11 +98,14 @@ typedef struct {
   uint32_t cache_h2h_queue_depth;     /* shards queued + running, per direction */
   const char* cache_h2h_cpu_affinity; /* "none", "auto" or CPUs such as "0-3,8" */
   uint32_t cache_peer_timeout_ms;     /* for another process to load a block */
+  uint32_t cache_dirty_percent;       /* of the slots, not stored yet at most: 1 to 87 */
 } cs_config;
 
 /* n shards of blocks. Shard i is shard shard_indices[i] of block
  * block_ids + 16 * i; its tensors are m ranges at addresses[i * m ...] of
- * sizes[i * m ...] bytes, and must match the store's tensor_sizes. */
+ * sizes[i * m ...] bytes, and must match the store's tensor_sizes. The blocks
+ * are taken for a prefix chain, and parent_id for the block before the first:
+ * in a cache that is full, a block goes before those that it follows. */
 typedef struct {
   size_t n;
   const uint8_t* block_ids;
@@ -110,6 +113,7 @@ typedef struct {
   size_t m;
   const uint64_t* addresses;
   const uint64_t* sizes;
+  const uint8_t* parent_id; /* null: not known */
 } cs_batch;
 
 /* Counters since cs_open; shards unless said otherwise. */
@@ -151,6 +155,10 @@ typedef struct {
   uint64_t cache_slots_free;    /* now, and of all processes */
   uint64_t cache_slots_dirty;   /* likewise */
   uint64_t cache_slots_loading; /* likewise */
+  uint64_t cache_load_queued;   /* now: shards that wait for a copy worker */
+  uint64_t cache_load_running;  /* now: shards that a copy worker has */
+  uint64_t cache_dump_queued;
+  uint64_t cache_dump_running;
   uint64_t storage_loads;       /* shards read from the storage */
   uint64_t storage_dumps;       /* shards written to it */
 } cs_stats;

@@ -32,6 +32,7 @@ struct FileInfo {
   uint64_t inode = 0;
   bool is_directory = false;
   bool is_regular = false;
+  uint64_t modified_ns = 0;  // since 1970
 };
 
 class Env {

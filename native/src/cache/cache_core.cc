@@ -25,15 +25,16 @@ CacheCore::CacheCore(Region& region, SlotTable& slots, Tier& below, const Geomet
       payload_(geometry.payload()),
       events_(events),
       timeout_(timeout),
-      waits_(std::make_unique<WaitList>(
-          region, slots, peer_patience,
-          [this](std::vector<SlotRef> adopted) { Adopt(std::move(adopted)); })) {}
+      waits_(std::make_unique<WaitList>(region, slots, peer_patience, [this] { Reclaim(); })) {}
 
-void CacheCore::Adopt(std::vector<SlotRef> slots) {
+void CacheCore::Reclaim() {
+  // Before the look: what is cleared after it isn't stored.
+  const uint64_t epoch = below_.Epoch();
+  std::vector<SlotRef> slots = slots_.ReclaimDead();
   if (slots.empty()) return;
   events_.Add(CS_EVENT_INFO,
               "storing " + std::to_string(slots.size()) + " blocks of a process that is gone");
-  Store(std::move(slots));
+  Store(std::move(slots), epoch);
 }
 
 void CacheCore::ReclaimSoon() {
@@ -46,7 +47,7 @@ void CacheCore::ReclaimSoon() {
       const std::lock_guard lock(mutex_);
       reclaim_armed_ = false;
     }
-    Adopt(slots_.ReclaimDead());
+    Reclaim();
   });
 }
 
@@ -136,8 +137,12 @@ void CacheCore::Do(SlotRef ref, Change change) {
   });
 }
 
-void CacheCore::Publish(SlotRef ref, bool dirty, uint32_t checksum) {
-  Do(ref, [=, this] { return slots_.Publish(ref, dirty, checksum); });
+void CacheCore::PublishLoad(SlotRef ref) {
+  Do(ref, [=, this] { return slots_.PublishLoad(ref); });
+}
+
+void CacheCore::PublishDump(SlotRef ref, uint32_t checksum, uint64_t epoch) {
+  Do(ref, [=, this] { return slots_.PublishDump(ref, checksum, epoch); });
 }
 
 void CacheCore::Fail(SlotRef ref, Code code) {
@@ -152,14 +157,17 @@ void CacheCore::Clean(SlotRef ref) {
   Do(ref, [=, this] { return slots_.Clean(ref); });
 }
 
-Status CacheCore::StoreOnce(const std::vector<SlotRef>& slots, int attempt) {
+Status CacheCore::StoreOnce(const std::vector<SlotRef>& slots, uint64_t epoch, int attempt) {
   {
     const std::lock_guard lock(mutex_);
     storing_ += slots.size();
   }
-  const auto started = StartBelow(
-      BatchOf(slots), &Tier::Dump,
-      [this, slots, attempt](const std::vector<Code>& codes) { EndStored(slots, codes, attempt); });
+  Batch batch = BatchOf(slots);
+  batch.epoch = epoch;
+  const auto started = StartBelow(std::move(batch), &Tier::Dump,
+                                  [this, slots, epoch, attempt](const std::vector<Code>& codes) {
+                                    EndStored(slots, codes, epoch, attempt);
+                                  });
   if (started.ok()) return Status::Ok();
   const std::lock_guard lock(mutex_);
   storing_ -= slots.size();
@@ -167,20 +175,20 @@ Status CacheCore::StoreOnce(const std::vector<SlotRef>& slots, int attempt) {
   return started.status();
 }
 
-void CacheCore::Store(std::vector<SlotRef> slots, int attempt) {
+void CacheCore::Store(std::vector<SlotRef> slots, uint64_t epoch, int attempt) {
   if (slots.empty()) return;
-  const Status started = StoreOnce(slots, attempt);
+  const Status started = StoreOnce(slots, epoch, attempt);
   if (started.ok()) return;
   {
     const std::lock_guard lock(mutex_);
     storing_ += slots.size();  // EndStored takes them off
   }
-  EndStored(slots, std::vector<Code>(slots.size(), started.code()), attempt);
+  EndStored(slots, std::vector<Code>(slots.size(), started.code()), epoch, attempt);
 }
 
 // Takes the slots off `storing_`, unless they are to be tried again.
 void CacheCore::EndStored(const std::vector<SlotRef>& slots, const std::vector<Code>& codes,
-                          int attempt) {
+                          uint64_t epoch, int attempt) {
   std::vector<SlotRef> again;
   for (size_t i = 0; i < slots.size(); ++i) {
     if (codes[i] == CS_OK) {
@@ -207,12 +215,12 @@ void CacheCore::EndStored(const std::vector<SlotRef>& slots, const std::vector<C
     return;
   }
   const auto pause = kFirstRetry * (1 << attempt);
-  waits_->At(WaitList::Clock::now() + pause, [this, again, attempt] {
+  waits_->At(WaitList::Clock::now() + pause, [this, again, epoch, attempt] {
     {
       const std::lock_guard lock(mutex_);
       storing_ -= again.size();  // Store counts them again
     }
-    Store(again, attempt + 1);
+    Store(again, epoch, attempt + 1);
   });
 }
 

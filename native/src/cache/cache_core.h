@@ -64,15 +64,19 @@ class CacheCore {
       Batch batch, Status (Tier::*start)(const std::shared_ptr<Request>&), Done done);
 
   // Metadata changes that are never lost, and what follows from them.
-  void Publish(SlotRef ref, bool dirty, uint32_t checksum);
+  void PublishLoad(SlotRef ref);
+  void PublishDump(SlotRef ref, uint32_t checksum, uint64_t epoch);
   void Fail(SlotRef ref, Code code);
   void Revoke(SlotRef ref, Code code);
   void Clean(SlotRef ref);
 
-  // Stores dirty slots; tries again, later and later, what fails.
-  void Store(std::vector<SlotRef> slots, int attempt = 0);
+  // Stores dirty slots; tries again, later and later, what fails. `epoch`: of
+  // the tier below, when the dump was accepted.
+  void Store(std::vector<SlotRef> slots, uint64_t epoch, int attempt = 0);
   // As Store's first attempt, but a refusal is the caller's to deal with.
-  Status StoreOnce(const std::vector<SlotRef>& slots, int attempt);
+  Status StoreOnce(const std::vector<SlotRef>& slots, uint64_t epoch, int attempt = 0);
+  // Looks for processes that died and stores what only they had.
+  void Reclaim();
   // Dirty slots that are being stored or wait for their next attempt.
   size_t storing() const;
   // Until nothing is being stored; false if the time was over first.
@@ -90,8 +94,8 @@ class CacheCore {
   template <typename Change>
   void Do(SlotRef ref, Change change);
   void CancelLate();
-  void Adopt(std::vector<SlotRef> slots);
-  void EndStored(const std::vector<SlotRef>& slots, const std::vector<Code>& codes, int attempt);
+  void EndStored(const std::vector<SlotRef>& slots, const std::vector<Code>& codes, uint64_t epoch,
+                 int attempt);
 
   Region& region_;
   SlotTable& slots_;

@@ -15,9 +15,10 @@ namespace {
 
 // Of the memory that is free, what a buffer without a given size takes.
 constexpr double kAutomaticShare = 0.5;
-// Slots that dumps leave for loads, and the most that may be dirty, of all.
+// Each is bounded by Region::kLockPatience.
+constexpr int kClearTries = 3;
+// Slots that dumps leave for loads, of all.
 constexpr uint32_t kReserveDivisor = 8;
-constexpr uint32_t kDirtyDivisor = 2;
 
 std::string Size(uint64_t bytes) { return std::to_string(bytes >> 20) + " MiB"; }
 
@@ -74,6 +75,8 @@ Result<std::unique_ptr<Region>> CacheTier::OpenRegion(const CacheOptions& option
   wanted.fingerprint = options.fingerprint;
   wanted.payload = options.geometry.payload();
   wanted.slot_size = AlignUp(options.geometry.shard_size);
+  wanted.latest_clear = below.LatestClear();
+  wanted.workers = static_cast<uint32_t>(options.workers);
   const Region::Callbacks callbacks{[&](Region& left) { Rescue(options, left, below, events); },
                                     &SlotTable::Reclaim, &SlotTable::Repair};
   if (options.shared) {
@@ -116,6 +119,8 @@ Result<std::unique_ptr<Region>> CacheTier::OpenRegion(const CacheOptions& option
 // kills.
 void CacheTier::Rescue(const CacheOptions& options, Region& region, Tier& below,
                        EventRing& events) {
+  // Cleared since by somebody who doesn't have the region: then nothing is kept.
+  if (region.header().latest_clear != below.LatestClear()) return;
   const std::vector<uint32_t> dirty = SlotTable::IntactDirty(region);
   size_t stored = 0;
   constexpr size_t kPiece = 128;
@@ -155,9 +160,10 @@ CacheTier::CacheTier(CacheOptions options, std::unique_ptr<Region> region,
       events_(std::move(events)),
       below_(std::move(below)),
       region_(std::move(region)),
-      slots_(*region_, static_cast<uint32_t>(options_.workers),
-             region_->slot_count() / kReserveDivisor,
-             std::max<uint32_t>(region_->slot_count() / kDirtyDivisor, 1)),
+      slots_(*region_, region_->slot_count() / kReserveDivisor,
+             std::max<uint32_t>(static_cast<uint32_t>(uint64_t{region_->slot_count()} *
+                                                      options_.dirty_percent / 100),
+                                1)),
       core_(*region_, slots_, *below_, options_.geometry, *events_, options_.peer_timeout,
             options_.timeout),
       load_executor_({"cs-h2h-load", options_.workers, cpus, CopyKernel::kAuto}),
@@ -218,8 +224,18 @@ void CacheTier::Cancel(const std::shared_ptr<Request>& request, Code code) {
 }
 
 Status CacheTier::Clear() {
-  slots_.Clear();
-  return below_->Clear();
+  const auto clear_slots = [this] {
+    for (int tries = 0; tries < kClearTries; ++tries) {
+      if (slots_.Clear(below_->LatestClear())) return true;
+    }
+    return false;
+  };
+  const Status locked = {CS_TIMEOUT, "the cache buffer is locked by a stopped process"};
+  // First, so that no dirty slot goes below later; last, for what was loaded from
+  // there in between.
+  if (!clear_slots()) return locked;
+  const Status below = below_->Clear();
+  return clear_slots() ? below : locked;
 }
 
 void CacheTier::AddStats(cs_stats& stats) const {
@@ -249,6 +265,10 @@ void CacheTier::AddStats(cs_stats& stats) const {
   stats.cache_slots_free += slots.free;
   stats.cache_slots_dirty += slots.dirty;
   stats.cache_slots_loading += slots.loading;
+  stats.cache_load_queued += load_executor_.queued();
+  stats.cache_load_running += load_executor_.running();
+  stats.cache_dump_queued += dump_executor_.queued();
+  stats.cache_dump_running += dump_executor_.running();
   stats.storage_loads += below.load_ok;
   stats.storage_dumps += below.dump_ok;
 }

@@ -33,6 +33,7 @@ struct CacheOptions {
   std::string cpu_affinity = "auto";             // of the copy workers: see host_copy/affinity.h
   std::chrono::milliseconds timeout{30000};      // of what is asked of the tier below
   std::chrono::milliseconds peer_timeout{5000};  // for another process to fill a slot
+  uint32_t dirty_percent = 50;                   // of the slots that may be dirty
 };
 
 class CacheTier final : public Tier {
@@ -47,6 +48,8 @@ class CacheTier final : public Tier {
   Status Dump(const std::shared_ptr<Request>& request) override { return dumps_.Dump(request); }
   void Cancel(const std::shared_ptr<Request>& request, Code code) override;
   Status Clear() override;
+  uint64_t Epoch() const override { return slots_.epoch(); }
+  uint64_t LatestClear() const override { return below_->LatestClear(); }
   void AddStats(cs_stats& stats) const override;
   void Stop() override;
   void Close() override;

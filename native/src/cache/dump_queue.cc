@@ -24,6 +24,9 @@ struct DumpQueue::Call : QueueCall {
   std::mutex mutex;                     // guards the two lists until all have arrived
   std::vector<Gathered> gathered;
   std::vector<size_t> through;
+  // When it was accepted: of the region, and of the tier below.
+  uint64_t epoch = 0;
+  uint64_t epoch_below = 0;
 };
 
 DumpQueue::Call& DumpQueue::DumpOf(const Request& request) {
@@ -34,6 +37,8 @@ Status DumpQueue::Dump(const std::shared_ptr<Request>& request) {
   if (stopped_.load()) return {CS_CLOSED, "the store is closing"};
   auto call = std::make_shared<Call>();
   call->on_their_way.store(request->size(), std::memory_order_relaxed);
+  call->epoch = core_.slots().epoch();
+  call->epoch_below = core_.below().Epoch();
   if (Status admitted = admission_.Admit(*request, std::shared_ptr<QueueCall>(call));
       !admitted.ok())
     return admitted;
@@ -116,6 +121,9 @@ void DumpQueue::Arrive(const std::shared_ptr<Request>& request) {
   if (DumpOf(*request).on_their_way.fetch_sub(1, std::memory_order_acq_rel) == 1) {
     StoreGathered(request);
     WriteRest(request);
+    // A request's first block is the one used last.
+    const Batch& batch = request->batch();
+    core_.slots().Touch(batch.blocks, batch.parent ? &*batch.parent : nullptr);
   }
 }
 
@@ -133,8 +141,11 @@ void DumpQueue::StoreGathered(const std::shared_ptr<Request>& request) {
     }
   }
   if (live.empty()) return;
-  for (const Call::Gathered& each : live) core_.Publish(each.ref, /*dirty=*/true, each.checksum);
-  const Status started = core_.StoreOnce(slots, /*attempt=*/0);
+  const Call& call = DumpOf(*request);
+  for (const Call::Gathered& each : live) {
+    core_.PublishDump(each.ref, each.checksum, call.epoch);
+  }
+  const Status started = core_.StoreOnce(slots, call.epoch_below);
   if (!started.ok()) {
     for (const SlotRef ref : slots) core_.Revoke(ref, started.code());
   } else {
@@ -147,6 +158,7 @@ void DumpQueue::WriteRest(const std::shared_ptr<Request>& request) {
   std::vector<size_t> shards;
   Batch batch;
   batch.tensors = request->batch().tensors;
+  batch.epoch = DumpOf(*request).epoch_below;
   for (const size_t shard : DumpOf(*request).through) {
     if (!request->StartTouching(shard)) continue;
     const auto tensors = request->batch().tensors_of(shard);

@@ -27,7 +27,9 @@ Status LoadQueue::Load(const std::shared_ptr<Request>& request) {
   const auto last_touches = [this, call = call.get(), request = request.get()] {
     if (call->remaining.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
     (void)executor_.Submit(
-        {[this, blocks = request->batch().blocks](size_t) { core_.slots().Touch(blocks); }});
+        {[this, blocks = request->batch().blocks, parent = request->batch().parent](size_t) {
+          core_.slots().Touch(blocks, parent ? &*parent : nullptr);
+        }});
   };
   if (Status admitted = admission_.Admit(*request, std::shared_ptr<QueueCall>(call), last_touches);
       !admitted.ok()) {
@@ -92,7 +94,7 @@ void LoadQueue::LoadIntoSlot(Step step, SlotRef ref) {
   const auto started = core_.StartBelow(core_.BatchOf({&ref, 1}), &Tier::Load,
                                         [this, step, ref](const std::vector<Code>& codes) {
                                           if (codes[0] == CS_OK) {
-                                            core_.Publish(ref, /*dirty=*/false, /*checksum=*/0);
+                                            core_.PublishLoad(ref);
                                             Queue(step);
                                           } else {
                                             core_.Fail(ref, codes[0]);

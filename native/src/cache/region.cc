@@ -101,7 +101,7 @@ Result<std::unique_ptr<Region>> Region::OpenPrivate(const RegionOptions& options
                                                     Callbacks callbacks) {
   std::unique_ptr<Region> region(new Region(std::move(callbacks)));
   if (Status created = Create(*region, options); !created.ok()) return created;
-  if (Status joined = region->JoinProcesses(); !joined.ok()) return joined;
+  if (Status joined = region->JoinProcesses(options.workers); !joined.ok()) return joined;
   return region;
 }
 
@@ -140,7 +140,7 @@ Result<std::unique_ptr<Region>> Region::OpenShared(const RegionOptions& options,
       (void)Env::Real().Unlink(path);
       continue;
     }
-    if (done.ok()) done = region->JoinProcesses();
+    if (done.ok()) done = region->JoinProcesses(options.workers);
     if (!done.ok()) return done;
     UnlockByte(region->fd_, kAttachByte);
     return region;
@@ -168,6 +168,7 @@ Status Region::Create(Region& region, const RegionOptions& options) {
   }
   if (Status mapped = region.MapWhole(total); !mapped.ok()) return mapped;
   region.created_ = true;
+  region.slot_count_ = static_cast<uint32_t>(slots);
   region.Initialise(options, slots);
   return Status::Ok();
 }
@@ -186,6 +187,7 @@ void Region::Initialise(const RegionOptions& options, uint64_t slots) {
   h.buckets_offset = h.slots_offset + sizeof(SlotEntry) * slots;
   h.data_offset = HeaderBytes(slots, h.bucket_count);
   h.total_size = size_;
+  h.latest_clear = options.latest_clear;
   h.free = h.used = {kNone, kNone, 0};
   for (uint32_t p = 0; p < kMaxProcesses; ++p) {
     ProcessEntry& entry = *new (&process(p)) ProcessEntry{};
@@ -194,7 +196,7 @@ void Region::Initialise(const RegionOptions& options, uint64_t slots) {
   for (uint64_t b = 0; b < h.bucket_count; ++b) bucket(b) = kNone;
   for (uint32_t s = 0; s < slots; ++s) {
     SlotEntry& entry = *new (&slot(s)) SlotEntry{};
-    entry.hash_next = kNone;
+    entry.hash_next = entry.parent = kNone;
     entry.list_previous = s == 0 ? kNone : s - 1;
     entry.list_next = s + 1 == slots ? kNone : s + 1;
   }
@@ -233,6 +235,7 @@ Status Region::Attach(Region& region, const RegionOptions& options) {
       h.total_size < h.data_offset + h.slot_count * h.slot_size) {
     return Wrong(region.path_, "has sizes that don't fit together");
   }
+  region.slot_count_ = static_cast<uint32_t>(h.slot_count);
   return Status::Ok();
 }
 
@@ -248,7 +251,7 @@ Status Region::MapWhole(uint64_t size) {
 }
 
 // With the attach lock held.
-Status Region::JoinProcesses() {
+Status Region::JoinProcesses(uint32_t workers) {
   const Lock lock(*this);
   if (!lock.ok())
     return {CS_TIMEOUT, "the shared region " + path_ + " is locked by a stopped process"};
@@ -259,7 +262,7 @@ Status Region::JoinProcesses() {
       self_ = p;
       if (take_dead) callbacks_.reclaim(*this, p);
       process(p).in_use = 1;
-      process(p).workers = 0;
+      process(p).workers = workers;
       return Status::Ok();
     }
   }

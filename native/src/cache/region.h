@@ -35,8 +35,10 @@ struct RegionOptions {
   bool shared = true;
   std::string directory = "/dev/shm";  // of the file; any tmpfs
   std::array<uint8_t, 32> fingerprint{};
-  uint64_t payload = 0;    // bytes of a slot that mean something
-  uint64_t slot_size = 0;  // a multiple of 4096
+  uint64_t payload = 0;       // bytes of a slot that mean something
+  uint64_t slot_size = 0;     // a multiple of 4096
+  uint64_t latest_clear = 0;  // of the tier below, for a region that is made
+  uint32_t workers = 0;       // copy workers of this process that will pin slots
   // How many bytes to take; asked when a region is made, with whether it is
   // shared.
   std::function<Result<uint64_t>(bool shared)> size_for;
@@ -75,7 +77,7 @@ class Region {
   uint32_t& bucket(uint64_t number) const;
   uint8_t* bytes(uint32_t slot) const;
 
-  uint32_t slot_count() const { return static_cast<uint32_t>(header().slot_count); }
+  uint32_t slot_count() const { return slot_count_; }
   // Our own number among the processes.
   uint32_t self() const { return self_; }
   bool shared() const { return fd_ >= 0; }
@@ -116,7 +118,7 @@ class Region {
   static Status Create(Region& region, const RegionOptions& options);
   static Status Attach(Region& region, const RegionOptions& options);
   Status MapWhole(uint64_t size);
-  Status JoinProcesses();
+  Status JoinProcesses(uint32_t workers);
   void Initialise(const RegionOptions& options, uint64_t slots);
   bool TakeMutex();
 
@@ -125,6 +127,7 @@ class Region {
   std::string path_;
   uint8_t* memory_ = nullptr;
   uint64_t size_ = 0;
+  uint32_t slot_count_ = 0;
   uint32_t self_ = kNone;
   bool created_ = false;
   bool huge_pages_ = false;

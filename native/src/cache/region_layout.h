@@ -35,15 +35,18 @@ struct SlotEntry {
   std::atomic<SlotState> state;
   std::atomic<uint32_t> generation;  // counts the slot's uses
   BlockId block;
-  uint32_t owner;                     // process: of kLoading its filler, of a dirty one its storer
-  int32_t code;                       // of kFailed: a cs_code
-  uint32_t dirty;                     // 1: ready, and not known to be in the storage
-  uint32_t orphan;                    // 1: cleared; free it as soon as nobody uses it
-  uint32_t checksum;                  // of a dirty slot's payload: CRC-32C
-  uint64_t waiters;                   // processes to wake when it leaves kLoading
-  uint64_t tick;                      // of its last use
-  uint32_t hash_next;                 // in its bucket's chain
+  uint32_t owner;      // process: of kLoading its filler, of a dirty one its storer or kNone
+  int32_t code;        // of kFailed: a cs_code
+  uint32_t dirty;      // 1: ready, and not known to be in the storage
+  uint32_t orphan;     // 1: cleared; free it as soon as nobody uses it
+  uint32_t checksum;   // of a dirty slot's payload: CRC-32C
+  uint64_t waiters;    // processes to wake when it leaves kLoading
+  uint64_t tick;       // of its last use
+  uint32_t hash_next;  // in its bucket's chain
   uint32_t list_next, list_previous;  // in the free list, or in the order of use
+  // The slot of the block that its own follows, if that was known and there:
+  // a use of this one is one of that.
+  uint32_t parent, parent_generation;
 };
 
 struct ProcessEntry {
@@ -75,14 +78,19 @@ struct RegionHeader {
   uint64_t total_size;
   std::atomic<uint32_t> complete;  // 1: all above is written, and the mutex made
 
+  std::atomic<uint64_t> epoch;  // changes with every clear; with the mutex held
+
   pthread_mutex_t mutex;  // robust, shared; guards all below and the entries
+  uint64_t latest_clear;  // Tier::LatestClear of the tier below
   uint64_t tick;
   List free;  // kFree
   List used;  // kReady and clean, or kFailed; oldest use first. Pinned ones too
   uint32_t dirty_count;
   uint32_t loading_count;
+  uint32_t ownerless_count;  // dirty slots whose storer died
 };
 
+static_assert(std::atomic<uint64_t>::is_always_lock_free);
 static_assert(std::atomic<uint32_t>::is_always_lock_free);
 static_assert(std::atomic<SlotState>::is_always_lock_free);
 

@@ -49,6 +49,27 @@ void Remove(Region& region, List& list, uint32_t slot) {
   --list.count;
 }
 
+// How far a slot that has become clean is moved back to its place.
+constexpr int kPlaceSteps = 512;
+// How many blocks a use is passed on to, from each to the one it follows.
+constexpr int kAncestors = 4096;
+
+// Where its last use puts it; not quite, if more than kPlaceSteps were used later.
+void Place(Region& region, List& list, uint32_t slot) {
+  SlotEntry& entry = region.slot(slot);
+  uint32_t before = list.last;
+  for (int steps = 0; before != kNone && steps < kPlaceSteps; ++steps) {
+    if (region.slot(before).tick <= entry.tick) break;
+    before = region.slot(before).list_previous;
+  }
+  const uint32_t after = before == kNone ? list.first : region.slot(before).list_next;
+  entry.list_previous = before;
+  entry.list_next = after;
+  (before == kNone ? list.first : region.slot(before).list_next) = slot;
+  (after == kNone ? list.last : region.slot(after).list_previous) = slot;
+  ++list.count;
+}
+
 void Prepend(Region& region, List& list, uint32_t slot) {
   SlotEntry& entry = region.slot(slot);
   entry.list_previous = kNone;
@@ -123,22 +144,10 @@ void WakeWaiters(Region& region, SlotEntry& entry) {
 void Settle(Region& region, uint32_t slot) {
   const SlotEntry& entry = region.slot(slot);
   if (!IsListed(entry)) return;
-  (entry.orphan != 0 ? Prepend : Append)(region, region.header().used, slot);
+  (entry.orphan != 0 ? Prepend : Place)(region, region.header().used, slot);
 }
 
 }  // namespace
-
-SlotTable::SlotTable(Region& region, uint32_t workers, uint32_t reserve, uint32_t max_dirty)
-    : region_(region), reserve_(reserve), max_dirty_(max_dirty) {
-  // A stopped process may hold the mutex just now; without the count our pins
-  // would not be seen.
-  for (;;) {
-    const Region::Lock lock(region_);
-    if (!lock.ok() && !region_.IsInert()) continue;
-    if (lock.ok()) region_.process(region_.self()).workers = workers;
-    return;
-  }
-}
 
 // A free slot, or the unpinned one whose use is longest ago; kNone if there is
 // none. Bounded: there are at most as many pins as workers.
@@ -167,6 +176,7 @@ Claim SlotTable::ClaimFree(const BlockId& block, bool for_load) {
   entry.block = block;
   entry.owner = region_.self();
   entry.tick = ++h.tick;
+  entry.parent = kNone;
   Link(region_, slot);
   SetState(entry, SlotState::kLoading);
   ++h.loading_count;
@@ -184,11 +194,7 @@ Claim SlotTable::ClaimForLoad(const BlockId& block, uint32_t worker, bool accept
     switch (StateOf(entry)) {
       case SlotState::kReady:
         region_.process(region_.self()).pinned[worker].store(slot, std::memory_order_relaxed);
-        entry.tick = ++h.tick;
-        if (IsListed(entry)) {
-          Remove(region_, h.used, slot);
-          Append(region_, h.used, slot);
-        }
+        Use(slot);
         return {Claim::kReady, ref, CS_OK};
       case SlotState::kLoading:
         entry.waiters |= uint64_t{1} << region_.self();
@@ -237,19 +243,34 @@ void SlotTable::Unpin(uint32_t worker) {
   region_.process(region_.self()).pinned[worker].store(kNone, std::memory_order_release);
 }
 
-bool SlotTable::Publish(SlotRef ref, bool dirty, uint32_t checksum) {
-  const Region::Lock lock(region_);
-  if (!lock.ok()) return false;
+void SlotTable::Publish(SlotEntry& entry, uint32_t slot, bool dirty) {
   RegionHeader& h = region_.header();
-  SlotEntry& entry = Entry(ref);
-  if (StateOf(entry) != SlotState::kLoading) return true;  // revoked before it came to this
-  entry.checksum = checksum;
   entry.dirty = dirty ? 1 : 0;
   SetState(entry, SlotState::kReady);
   --h.loading_count;
   h.dirty_count += entry.dirty;
   WakeWaiters(region_, entry);  // before Settle, which may end this use of the slot
-  Settle(region_, ref.slot);
+  Settle(region_, slot);
+}
+
+bool SlotTable::PublishLoad(SlotRef ref) {
+  const Region::Lock lock(region_);
+  if (!lock.ok()) return false;
+  Publish(Entry(ref), ref.slot, /*dirty=*/false);
+  return true;
+}
+
+bool SlotTable::PublishDump(SlotRef ref, uint32_t checksum, uint64_t epoch) {
+  const Region::Lock lock(region_);
+  if (!lock.ok()) return false;
+  SlotEntry& entry = Entry(ref);
+  if (StateOf(entry) != SlotState::kLoading) return true;  // revoked before it came to this
+  entry.checksum = checksum;
+  if (epoch != this->epoch() && entry.orphan == 0) {
+    Unlink(region_, ref.slot);
+    entry.orphan = 1;
+  }
+  Publish(entry, ref.slot, /*dirty=*/true);
   return true;
 }
 
@@ -306,25 +327,54 @@ bool SlotTable::Lookup(std::span<const BlockId> blocks, std::span<uint8_t> prese
   return true;
 }
 
-void SlotTable::Touch(std::span<const BlockId> blocks) {
+void SlotTable::Use(uint32_t slot) {
+  RegionHeader& h = region_.header();
+  SlotEntry& entry = region_.slot(slot);
+  entry.tick = ++h.tick;
+  if (!IsListed(entry)) return;
+  Remove(region_, h.used, slot);
+  Append(region_, h.used, slot);
+}
+
+void SlotTable::Touch(std::span<const BlockId> blocks, const BlockId* parent) {
   const Region::Lock lock(region_);
   if (!lock.ok()) return;
-  RegionHeader& h = region_.header();
+  const uint64_t start = region_.header().tick;
+  uint32_t child = kNone;
+  const auto follows = [&](uint32_t slot) {
+    if (child != kNone && slot != kNone) {
+      region_.slot(child).parent = slot;
+      region_.slot(child).parent_generation =
+          region_.slot(slot).generation.load(std::memory_order_relaxed);
+    }
+    child = slot;
+  };
   for (size_t i = blocks.size(); i-- > 0;) {
     const uint32_t slot = Find(region_, blocks[i]);
-    if (slot == kNone) continue;
-    SlotEntry& entry = region_.slot(slot);
-    entry.tick = ++h.tick;
-    if (!IsListed(entry)) continue;
-    Remove(region_, h.used, slot);
-    Append(region_, h.used, slot);
+    if (slot != kNone) Use(slot);
+    follows(slot);
+  }
+  const uint32_t first = child;
+  if (parent != nullptr) follows(Find(region_, *parent));
+  uint32_t at = first == kNone ? child : first;
+  if (first == kNone && at != kNone) Use(at);
+  for (int steps = 0; at != kNone && steps < kAncestors; ++steps) {
+    const SlotEntry& entry = region_.slot(at);
+    at = entry.parent;
+    if (at >= region_.slot_count()) return;
+    const SlotEntry& before = region_.slot(at);
+    if (before.generation.load(std::memory_order_relaxed) != entry.parent_generation) return;
+    if (StateOf(before) == SlotState::kFree || before.tick > start) return;  // a circle
+    Use(at);
   }
 }
 
-void SlotTable::Clear() {
+bool SlotTable::Clear(uint64_t latest_clear) {
   const Region::Lock lock(region_);
-  if (!lock.ok()) return;
+  if (!lock.ok()) return false;
   RegionHeader& h = region_.header();
+  h.epoch.fetch_add(1, std::memory_order_release);
+  h.latest_clear = latest_clear;
   for (uint32_t slot = 0; slot < region_.slot_count(); ++slot) {
     SlotEntry& entry = region_.slot(slot);
     if (StateOf(entry) == SlotState::kFree || entry.orphan != 0) continue;
@@ -338,6 +388,7 @@ void SlotTable::Clear() {
       Settle(region_, slot);
     }
   }
+  return true;
 }
 
 SlotCounts SlotTable::Counts() {
@@ -354,25 +405,40 @@ std::vector<SlotRef> SlotTable::ReclaimDead() {
   for (uint32_t p = 0; p < kMaxProcesses; ++p) {
     if (region_.process(p).in_use == 0 || region_.IsAlive(p)) continue;
     Reclaim(region_, p);
-    for (uint32_t slot = 0; slot < region_.slot_count(); ++slot) {
-      SlotEntry& entry = region_.slot(slot);
-      if (entry.dirty == 0 || entry.owner != p || StateOf(entry) != SlotState::kReady) continue;
-      entry.owner = region_.self();
-      adopted.push_back({slot, entry.generation.load(std::memory_order_relaxed)});
-    }
     region_.process(p).in_use = 0;
+  }
+  // Also those of a process whose number is in use again.
+  RegionHeader& h = region_.header();
+  if (h.ownerless_count == 0) return adopted;
+  h.ownerless_count = 0;
+  for (uint32_t slot = 0; slot < region_.slot_count(); ++slot) {
+    SlotEntry& entry = region_.slot(slot);
+    if (entry.dirty == 0 || entry.owner != kNone) continue;
+    if (entry.orphan != 0) {  // cleared
+      entry.dirty = 0;
+      --h.dirty_count;
+      Settle(region_, slot);
+      continue;
+    }
+    entry.owner = region_.self();
+    adopted.push_back({slot, entry.generation.load(std::memory_order_relaxed)});
   }
   return adopted;
 }
 
-// Its pins and its unfinished fillings; dirty slots stay as they are.
+// Its pins and its unfinished fillings; its dirty slots are nobody's.
 void SlotTable::Reclaim(Region& region, uint32_t process) {
   for (std::atomic<uint32_t>& cell : region.process(process).pinned) cell.store(kNone);
   const uint64_t bit = uint64_t{1} << process;
   for (uint32_t slot = 0; slot < region.slot_count(); ++slot) {
     SlotEntry& entry = region.slot(slot);
     entry.waiters &= ~bit;
-    if (StateOf(entry) != SlotState::kLoading || entry.owner != process) continue;
+    if (entry.owner != process) continue;
+    if (entry.dirty != 0) {
+      entry.owner = kNone;
+      ++region.header().ownerless_count;
+    }
+    if (StateOf(entry) != SlotState::kLoading) continue;
     entry.code = CS_CLOSED;
     SetState(entry, SlotState::kFailed);
     --region.header().loading_count;
@@ -384,7 +450,7 @@ void SlotTable::Reclaim(Region& region, uint32_t process) {
 void SlotTable::Repair(Region& region) {
   RegionHeader& h = region.header();
   h.free = h.used = {kNone, kNone, 0};
-  h.dirty_count = h.loading_count = 0;
+  h.dirty_count = h.loading_count = h.ownerless_count = 0;
   for (uint64_t b = 0; b < h.bucket_count; ++b) region.bucket(b) = kNone;
   std::vector<uint32_t> used;
   for (uint32_t slot = 0; slot < region.slot_count(); ++slot) {
@@ -393,6 +459,7 @@ void SlotTable::Repair(Region& region) {
     const SlotState state = StateOf(entry);
     if (state != SlotState::kReady) entry.dirty = 0;
     h.dirty_count += entry.dirty;
+    h.ownerless_count += entry.dirty != 0 && entry.owner == kNone ? 1 : 0;
     h.loading_count += state == SlotState::kLoading ? 1 : 0;
     // Two slots of one block can't be: its second is linked only after the
     // first is unlinked. But a death in between may leave both states set.

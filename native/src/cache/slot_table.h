@@ -11,7 +11,11 @@
 // process's lock: no thread of it runs any more, so nothing can still write.
 //
 // Replacement: the least recently used first. A request touches its blocks
-// from the last to the first, so that a prefix outlives its tail.
+// from the last to the first, and then those that the first one follows, so
+// that a prefix outlives its tail.
+//
+// A clear takes every block that is there, and every dump accepted before it:
+// each dump carries the epoch of its acceptance.
 //
 // Thread-safe, across processes.
 #ifndef CACHESTORE_CACHE_SLOT_TABLE_H_
@@ -52,9 +56,10 @@ struct SlotCounts {
 
 class SlotTable {
  public:
-  // `workers`: of this process that pin. `reserve`: slots that only loads may
-  // take. `max_dirty`: dirty slots there may be.
-  SlotTable(Region& region, uint32_t workers, uint32_t reserve, uint32_t max_dirty);
+  // `reserve`: slots that only loads may take. `max_dirty`: dirty slots there
+  // may be.
+  SlotTable(Region& region, uint32_t reserve, uint32_t max_dirty)
+      : region_(region), reserve_(reserve), max_dirty_(max_dirty) {}
 
   // For a load or a dump by copy worker `worker` of this process.
   // `accept_failed`: a failure is an answer (to somebody who waited for it),
@@ -64,9 +69,12 @@ class SlotTable {
 
   // Takes no mutex.
   void Unpin(uint32_t worker);
-  // A filled slot: its bytes are in place (and fenced). Wakes who waits.
-  // False, of this and the next three: the mutex was not to be had; try again.
-  [[nodiscard]] bool Publish(SlotRef ref, bool dirty, uint32_t checksum);
+  // A filled slot: its bytes are in place (and fenced). Wakes who waits. It is
+  // clean after a load, dirty after a dump, and a dump of an earlier epoch is
+  // seen by nobody. False, of these and the next three: the mutex was not to be
+  // had; try again.
+  [[nodiscard]] bool PublishLoad(SlotRef ref);
+  [[nodiscard]] bool PublishDump(SlotRef ref, uint32_t checksum, uint64_t epoch);
   [[nodiscard]] bool Fail(SlotRef ref, Code code);
   // A dirty slot that the tier below didn't even take: kFailed.
   [[nodiscard]] bool Revoke(SlotRef ref, Code code);
@@ -80,9 +88,15 @@ class SlotTable {
 
   // present[i] |= block i is ready. False: the mutex was not to be had.
   bool Lookup(std::span<const BlockId> blocks, std::span<uint8_t> present);
-  // Counts a use of the blocks that are there, the last one as the oldest.
-  void Touch(std::span<const BlockId> blocks);
-  void Clear();
+  // Counts a use of the blocks that are there, the last one as the oldest, and of
+  // those that they follow. Notes that each follows the one before, and the
+  // first one `parent`. Bounded.
+  void Touch(std::span<const BlockId> blocks, const BlockId* parent);
+  // Takes no mutex.
+  uint64_t epoch() const { return region_.header().epoch.load(std::memory_order_acquire); }
+  // False: the mutex was not to be had, and nothing is cleared. `latest_clear`:
+  // of the tier below, to be kept with the region.
+  [[nodiscard]] bool Clear(uint64_t latest_clear);
   SlotCounts Counts();
 
   // Gives back what dead processes held; returns their dirty slots, which are
@@ -97,6 +111,8 @@ class SlotTable {
 
  private:
   SlotEntry& Entry(SlotRef ref) const { return region_.slot(ref.slot); }
+  void Publish(SlotEntry& entry, uint32_t slot, bool dirty);
+  void Use(uint32_t slot);
   uint32_t Take(bool for_load);
   Claim ClaimFree(const BlockId& block, bool for_load);
 

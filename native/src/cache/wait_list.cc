@@ -23,8 +23,8 @@ std::chrono::milliseconds Until(WaitList::Clock::time_point when, WaitList::Cloc
 }  // namespace
 
 WaitList::WaitList(Region& region, SlotTable& slots, std::chrono::milliseconds patience,
-                   std::function<void(std::vector<SlotRef>)> adopt)
-    : region_(region), slots_(slots), patience_(patience), adopt_(std::move(adopt)) {
+                   std::function<void()> reclaim)
+    : region_(region), slots_(slots), patience_(patience), reclaim_(std::move(reclaim)) {
   sigset_t all;
   sigset_t before;
   sigfillset(&all);
@@ -149,9 +149,7 @@ void WaitList::Run() {
     std::erase_if(again, [](const auto& attempt) { return attempt(); });
     if (closed) return;
     if (waiting && now >= next_liveness) {
-      if (std::vector<SlotRef> adopted = slots_.ReclaimDead(); !adopted.empty()) {
-        adopt_(std::move(adopted));
-      }
+      reclaim_();
       next_liveness = now + kLiveness;
     }
 

@@ -32,9 +32,10 @@ class WaitList {
   using Resume = std::function<void(bool in_time)>;
 
   // `patience`: how long to wait for another process to fill a slot.
-  // `adopt`: takes the dirty slots of a process found dead.
+  // `reclaim`: looks for processes that died; called now and then while a slot
+  // is waited for.
   WaitList(Region& region, SlotTable& slots, std::chrono::milliseconds patience,
-           std::function<void(std::vector<SlotRef>)> adopt);
+           std::function<void()> reclaim);
   ~WaitList();
 
   // Calls `resume` once, soon if the slot is not being filled even now.
@@ -68,7 +69,7 @@ class WaitList {
   Region& region_;
   SlotTable& slots_;
   const std::chrono::milliseconds patience_;
-  const std::function<void(std::vector<SlotRef>)> adopt_;
+  const std::function<void()> reclaim_;
 
   mutable std::mutex mutex_;  // guards all below but the thread
   std::vector<Wait> waits_;

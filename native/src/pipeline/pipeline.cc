@@ -86,6 +86,7 @@ Result<CacheOptions> CacheOptionsOf(const cs_config& config, const Geometry& geo
            CheckRange("cache_h2h_worker_number", config.cache_h2h_worker_number, 1, 64),
            CheckRange("cache_h2h_queue_depth", config.cache_h2h_queue_depth, 1, uint64_t{1} << 30),
            CheckRange("cache_peer_timeout_ms", config.cache_peer_timeout_ms, 1, uint64_t{1} << 31),
+           CheckRange("cache_dirty_percent", config.cache_dirty_percent, 1, 87),
        }) {
     if (!status.ok()) return status;
   }
@@ -107,6 +108,7 @@ Result<CacheOptions> CacheOptionsOf(const cs_config& config, const Geometry& geo
   options.cpu_affinity = config.cache_h2h_cpu_affinity;
   options.timeout = std::chrono::milliseconds(config.timeout_ms);
   options.peer_timeout = std::chrono::milliseconds(config.cache_peer_timeout_ms);
+  options.dirty_percent = config.cache_dirty_percent;
   return options;
 }
 

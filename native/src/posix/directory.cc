@@ -69,6 +69,7 @@ Status Directory::Open() {
   if (!type.ok()) return type.status();
   zero_copy_ = options_.zero_copy == CS_ZERO_COPY_ALWAYS ||
                (options_.zero_copy == CS_ZERO_COPY_AUTO && IsSureToEnd(type.value()));
+  latest_clear_.store(ReadClear());
   Status written = MakeTemporaryDirectory();
   if (written.ok()) written = WriteManifest();
   if (!written.ok()) {
@@ -136,6 +137,7 @@ bool Directory::HoldsLock(const std::string& path) {
 }
 
 Status Directory::Publish(const std::string& temporary, const BlockId& block, uint64_t epoch) {
+  NoticeClear();
   if (epoch != this->epoch()) return env_.Unlink(temporary);  // as if before the clear
   const std::string path = BlockPath(block);
   Status moved = env_.Rename(temporary, path);
@@ -146,8 +148,9 @@ Status Directory::Publish(const std::string& temporary, const BlockId& block, ui
     if (!made.ok() && made.code() != CS_NOT_FOUND) return made;
     moved = env_.Rename(temporary, path);
   }
-  // A clear counts first and moves the blocks then: one that has missed this
+  // A clear is marked first and moves the blocks then: one that has missed this
   // block is noticed here.
+  if (moved.ok()) NoticeClear();
   if (moved.ok() && epoch != this->epoch()) (void)env_.Unlink(path);
   if (moved.ok() || moved.code() == CS_NOT_FOUND) return moved;
   const Result<FileInfo> there = env_.Stat(path);
@@ -172,8 +175,52 @@ Status Directory::WriteManifest() {
   return written;
 }
 
-Status Directory::MoveBlocksToTrash() {
+// What tells one clear from the next: a new file each time, in the place of the
+// one before. Its number and time together don't come again.
+uint64_t Directory::ReadClear() {
+  const Result<FileInfo> mark = env_.Stat(base_ + "/cleared");
+  return mark.ok() ? Mix(Mix(mark.value().inode) ^ mark.value().modified_ns) | 1 : 0;
+}
+
+// Has another process, or another host, cleared what is here?
+void Directory::NoticeClear() {
+  for (int tries = 0; tries < kTries; ++tries) {
+    const uint64_t before = epoch();
+    const uint64_t latest = ReadClear();
+    const std::lock_guard lock(clear_mutex_);
+    if (latest == latest_clear_.load()) return;
+    if (before != epoch()) continue;  // one of ours came between
+    latest_clear_.store(latest);
+    epoch_.fetch_add(1);
+    return;
+  }
+}
+
+Status Directory::MarkClear() {
   epoch_.fetch_add(1);
+  const std::string temporary = NewTemporaryPath() + "-cleared";
+  Result<Fd> opened = env_.OpenWrite(temporary, /*direct=*/false);
+  if (opened.status().code() == CS_NOT_FOUND && MakeTemporaryDirectory().ok()) {
+    opened = env_.OpenWrite(temporary, /*direct=*/false);
+  }
+  Status marked = opened.status();
+  if (opened.ok()) {
+    (void)env_.Close(opened.value());
+    marked = env_.Rename(temporary, base_ + "/cleared");
+    if (!marked.ok()) (void)env_.Unlink(temporary);
+  }
+  const uint64_t latest = ReadClear();
+  const std::lock_guard lock(clear_mutex_);
+  latest_clear_.store(latest);
+  epoch_.fetch_add(1);
+  return marked;
+}
+
+Status Directory::MoveBlocksToTrash() {
+  // Without a mark, as on a full disk, the clear is of this store's dumps only.
+  if (const Status marked = MarkClear(); !marked.ok()) {
+    events_.Add(CS_EVENT_WARNING, "clear: other processes aren't told: " + marked.text());
+  }
   Status moved;
   for (int tries = 0; tries < kTries; ++tries) {
     if (Status made = env_.MakeDirectories(base_ + "/trash"); !made.ok()) return made;

@@ -6,6 +6,7 @@
 //   <root>/<identity>/tmp/<instance>/     files being written by one store;
 //                            .../lock     locked for as long as it lives
 //   <root>/<identity>/trash/              cleared blocks, being removed
+//   <root>/<identity>/cleared             an empty file, new with each clear
 //
 // Thread-safe.
 #ifndef CACHESTORE_POSIX_DIRECTORY_H_
@@ -62,8 +63,10 @@ class Directory {
   // Moves a whole file to its final name, making the fan-out directory.
   // What was accepted in an earlier epoch was cleared, and is removed instead.
   Status Publish(const std::string& temporary, const BlockId& block, uint64_t epoch);
-  // Counts the clears of this store.
+  // Changes with each clear that this store has made or noticed.
   uint64_t epoch() const { return epoch_.load(); }
+  // Of the latest clear that was made or noticed, in this or any process; 0: none.
+  uint64_t latest_clear() const { return latest_clear_.load(); }
 
   // Makes all blocks disappear at once; RemoveTrash then frees their space.
   Status MoveBlocksToTrash();
@@ -75,6 +78,9 @@ class Directory {
 
  private:
   Status WriteManifest();
+  Status MarkClear();
+  uint64_t ReadClear();
+  void NoticeClear();
   bool HoldsLock(const std::string& path);  // with mutex_ held
   Status RemoveInstance(const std::string& path, const std::function<bool()>& stop);
 
@@ -88,6 +94,8 @@ class Directory {
   std::atomic<bool> direct_;
   std::atomic<uint64_t> next_temporary_{0};
   std::atomic<uint64_t> epoch_{0};
+  std::atomic<uint64_t> latest_clear_{0};  // changed with clear_mutex_ held, and epoch_ with it
+  std::mutex clear_mutex_;                 // never held across I/O
 
   std::mutex mutex_;  // guards the lock file; held while tmp/<instance> is made
   FileCloser lock_;

@@ -263,6 +263,10 @@ Status PosixTier::Load(const std::shared_ptr<Request>& request) {
 Status PosixTier::Dump(const std::shared_ptr<Request>& request) {
   Result<std::shared_ptr<BlockWrites>> plan = core_->io->PlanDump(request->batch());
   if (!plan.ok()) return plan.status();
+  // After the plan has noted its directories' epochs: a later clear is seen there.
+  if (request->batch().epoch.has_value() && *request->batch().epoch != Epoch()) {
+    for (const auto& block : plan.value()->blocks) block->epoch = BlockWrite::kCleared;
+  }
   return Start(core_->dump, dump_pool_, request, std::move(plan.value()));
 }
 
@@ -292,6 +296,20 @@ Status PosixTier::Clear() {
     if (code != CS_OK) return {code, "clear failed in a directory; the log names it"};
   }
   return Status::Ok();
+}
+
+uint64_t PosixTier::Epoch() const {
+  uint64_t sum = 0;  // each only grows
+  for (const auto& directory : core_->io->directories()) sum += directory->epoch();
+  return sum;
+}
+
+uint64_t PosixTier::LatestClear() const {
+  uint64_t mixed = 0;
+  for (const auto& directory : core_->io->directories()) {
+    mixed = mixed * 31 + directory->latest_clear();
+  }
+  return mixed;
 }
 
 void PosixTier::AddStats(cs_stats& stats) const {

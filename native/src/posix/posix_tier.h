@@ -47,6 +47,8 @@ class PosixTier final : public Tier {
   Status Dump(const std::shared_ptr<Request>& request) override;
   void Cancel(const std::shared_ptr<Request>& request, Code code) override;
   Status Clear() override;
+  uint64_t Epoch() const override;
+  uint64_t LatestClear() const override;
   void AddStats(cs_stats& stats) const override;
   void Stop() override;
   void Close() override;

@@ -25,6 +25,8 @@ namespace cachestore {
 // One block of a dump request. Its shards are written by different workers;
 // whoever comes last publishes it. No worker waits for another.
 struct BlockWrite {
+  static constexpr uint64_t kCleared = UINT64_MAX;  // an epoch that never is
+
   std::vector<size_t> shards;  // where they stand in the request
   std::string temporary;
   uint64_t epoch = 0;                // of its directory, when it was accepted

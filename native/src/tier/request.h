@@ -28,6 +28,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -36,12 +37,16 @@
 
 namespace cachestore {
 
-// n shards; the tensors of shard i are the m addresses from i * m on.
+// n shards; the tensors of shard i are the m addresses from i * m on. Of a
+// prefix chain: each block follows the one before.
 struct Batch {
   std::vector<BlockId> blocks;
   std::vector<uint32_t> shard_indices;
   std::vector<uint8_t*> addresses;
   size_t tensors = 0;
+  std::optional<BlockId> parent;  // the block before the first, if known
+  // Of a dump: Tier::Epoch when it was accepted higher up; none: it is accepted now.
+  std::optional<uint64_t> epoch;
 
   size_t size() const { return blocks.size(); }
   std::span<uint8_t* const> tensors_of(size_t shard) const {

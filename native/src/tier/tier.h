@@ -33,8 +33,16 @@ class Tier {
   // which then is short, the caller's memory is free.
   virtual void Cancel(const std::shared_ptr<Request>& request, Code code) = 0;
 
-  // Forgets every block of the identity.
+  // Forgets every block of the identity. What was accepted for dumping before
+  // isn't stored by it, here or in any other process: it ends well, as if it
+  // had come just before the clear.
   virtual Status Clear() = 0;
+  // Changes with every clear that this process has made or noticed. A dump of
+  // an earlier epoch is one from before it (Batch::epoch). No I/O.
+  virtual uint64_t Epoch() const = 0;
+  // The same for all processes and hosts, and lasting: the latest clear that
+  // was made or noticed. No I/O.
+  virtual uint64_t LatestClear() const = 0;
 
   virtual void AddStats(cs_stats& stats) const = 0;
 

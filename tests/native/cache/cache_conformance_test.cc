@@ -36,6 +36,7 @@ std::unique_ptr<Pipeline> Tiny() {
   CONFORMANCE_TEST(Suite, make, LookupAndPrefix)    \
   CONFORMANCE_TEST(Suite, make, ResultsInOrder)     \
   CONFORMANCE_TEST(Suite, make, SeenByTheNextStore) \
+  CONFORMANCE_TEST(Suite, make, Clear)              \
   CONFORMANCE_TEST(Suite, make, NothingToDo)        \
   CONFORMANCE_TEST(Suite, make, TasksAreWaitedForOnce)
 

@@ -36,4 +36,48 @@ TEST(Clear, TakesDumpsThatAreUnderWay) {
   EXPECT_TRUE(after.HoldsAll());
 }
 
+// The same where another process, or another host, clears.
+TEST(Clear, TakesDumpsOfOtherProcesses) {
+  const TempDir root;
+  StoreSetup setup({root.path()});
+  FaultEnv env;
+  const auto store = OpenOrFail(setup, env);
+  const auto other = OpenOrFail(setup);
+  WaitCleaned(setup, env);
+  for (uint64_t round = 0; round < 3; ++round) {
+    Pages before(setup, 10 * round, 6);
+    before.Fill();
+    Gate gate;
+    env.Before(Op::kWriteFull, Holding(gate));
+    const Result<cs_task> dump = store->Dump(before.batch());
+    ASSERT_OK(dump);
+    ASSERT_TRUE(gate.WaitArrived(2));
+    EXPECT_OK(other->Clear());
+    gate.Open();
+    EXPECT_TRUE(WaitFor(*store, dump.value(), 6) == Repeated(6, CS_OK));
+    EXPECT_TRUE(LookupAll(*store, before) == std::vector<uint8_t>(6, 0));
+    // Noticed now, and what comes later is stored.
+    EXPECT_TRUE(DumpAll(*store, before) == Repeated(6, CS_OK));
+    EXPECT_TRUE(LookupAll(*other, before) == std::vector<uint8_t>(6, 1));
+  }
+}
+
+// Between the rename and the look after it.
+TEST(Clear, TakesABlockThatItsRenameHasMissed) {
+  const TempDir root;
+  StoreSetup setup({root.path()});
+  FaultEnv env;
+  const auto store = OpenOrFail(setup, env);
+  const auto other = OpenOrFail(setup);
+  Pages pages(setup, 0, 1);
+  pages.Fill();
+  env.Before(Op::kRename, On("/blocks/", [&](FaultEnv::Call&) {
+               env.NoHooks();
+               EXPECT_OK(other->Clear());
+               return Status::Ok();
+             }));
+  EXPECT_TRUE(DumpAll(*store, pages) == Repeated(1, CS_OK));
+  EXPECT_TRUE(LookupAll(*other, pages) == std::vector<uint8_t>(1, 0));
+}
+
 }  // namespace cachestore::test

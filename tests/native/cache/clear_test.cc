@@ -1,0 +1,108 @@
+// A clear and what is under way around it, on the cache tier. The rest:
+// conformance.cc, posix/clear_test.cc.
+#include "fixture.h"
+#include "harness.h"
+
+namespace cachestore::test {
+namespace {
+
+StoreSetup SharedSetup(const TempDir& root) {
+  StoreSetup setup({root.path() + "/store"});
+  setup.pipeline = "Cache|Posix";
+  setup.buffer_directory = root.path();
+  return setup;
+}
+
+bool AreAbsent(Store& store, const Pages& pages) {
+  return LookupAll(store, pages) == std::vector<uint8_t>(pages.size(), 0);
+}
+
+// Ready in the cache, on the way to the storage: gone from both, for good.
+TEST(CacheClear, TakesBlocksThatAreBeingStored) {
+  const TempDir root;
+  const StoreSetup setup = SharedSetup(root);
+  FaultEnv env;
+  Pages before(setup, 0, 6);
+  before.Fill();
+  Pages after(setup, 100, 2);
+  after.Fill();
+  {
+    const auto store = OpenOrFail(setup, env);
+    ASSERT_TRUE(store != nullptr);
+    Gate gate;
+    env.Before(Op::kWriteFull, On("/tmp/", Holding(gate)));
+    EXPECT_TRUE(DumpAll(*store, before) == Repeated(6, CS_OK));  // not waited for the storage
+    ASSERT_TRUE(gate.WaitArrived(2));
+    EXPECT_TRUE(LookupAll(*store, before) == std::vector<uint8_t>(6, 1));
+    EXPECT_OK(store->Clear());
+    EXPECT_TRUE(AreAbsent(*store, before));
+    EXPECT_TRUE(DumpAll(*store, after) == Repeated(2, CS_OK));
+    gate.Open();
+    store->Close();
+    const cs_stats stats = store->Stats();
+    EXPECT_EQ(stats.cache_given_up, 0u);
+  }
+  const auto next = OpenOrFail(setup);
+  ASSERT_TRUE(next != nullptr);
+  EXPECT_TRUE(AreAbsent(*next, before));
+  after.Poison();
+  EXPECT_TRUE(LoadAll(*next, after) == Repeated(2, CS_OK));
+  EXPECT_TRUE(after.HoldsAll());
+}
+
+// A dump that was accepted, and whose slot isn't ready yet.
+TEST(CacheClear, TakesDumpsThatAreAccepted) {
+  const TempDir root;
+  StoreSetup setup = SharedSetup(root);
+  setup.copy_workers = 1;
+  FaultEnv env;
+  const auto loading = OpenOrFail(setup, env);
+  const auto dumping = OpenOrFail(setup);
+  ASSERT_TRUE(loading != nullptr && dumping != nullptr);
+  Pages page(setup, 7, 1);
+  page.Fill();
+  EXPECT_TRUE(DumpAll(*dumping, page) == Repeated(1, CS_OK));
+  EXPECT_TRUE(Eventually([&] { return dumping->Stats().cache_slots_dirty == 0; }));
+  EXPECT_OK(dumping->Clear());
+  // Somebody loads block 7 and is held there, so that a dump of it must wait.
+  Gate gate;
+  env.Before(Op::kOpenRead, On("/blocks/", Holding(gate)));
+  const Result<cs_task> load = loading->Load(page.batch());
+  ASSERT_OK(load);
+  ASSERT_TRUE(gate.WaitArrived(1));
+  const Pages& source = page;
+  const Result<cs_task> dump = dumping->Dump(source.batch());
+  ASSERT_OK(dump);
+  EXPECT_OK(loading->Clear());
+  gate.Open();
+  EXPECT_TRUE(WaitFor(*loading, load.value(), 1) == Repeated(1, CS_NOT_FOUND));
+  EXPECT_TRUE(WaitFor(*dumping, dump.value(), 1) == Repeated(1, CS_OK));
+  EXPECT_TRUE(AreAbsent(*dumping, page));
+  EXPECT_TRUE(AreAbsent(*loading, page));
+  EXPECT_TRUE(DumpAll(*dumping, page) == Repeated(1, CS_OK));  // but not a later one
+  EXPECT_TRUE(LookupAll(*loading, page) == std::vector<uint8_t>(1, 1));
+}
+
+// What another process has in the region goes, too, and what it is storing.
+TEST(CacheClear, TakesWhatOthersAreStoring) {
+  const TempDir root;
+  const StoreSetup setup = SharedSetup(root);
+  FaultEnv env;
+  const auto storing = OpenOrFail(setup, env);
+  const auto clearing = OpenOrFail(setup);
+  ASSERT_TRUE(storing != nullptr && clearing != nullptr);
+  Pages pages(setup, 0, 4);
+  pages.Fill();
+  Gate gate;
+  env.Before(Op::kWriteFull, On("/tmp/", Holding(gate)));
+  EXPECT_TRUE(DumpAll(*storing, pages) == Repeated(4, CS_OK));
+  ASSERT_TRUE(gate.WaitArrived(2));
+  EXPECT_OK(clearing->Clear());
+  gate.Open();
+  EXPECT_TRUE(Eventually([&] { return storing->Stats().cache_slots_dirty == 0; }));
+  EXPECT_TRUE(AreAbsent(*storing, pages));
+  EXPECT_TRUE(AreAbsent(*clearing, pages));
+}
+
+}  // namespace
+}  // namespace cachestore::test
