@@ -51,7 +51,7 @@ TEST(CacheClear, TakesBlocksThatAreBeingStored) {
 }
 
 // A dump that was accepted, and whose slot isn't ready yet.
-TEST(CacheClear, TakesDumpsThatAreAccepted) {
+void ClearBehindAccepted(bool by_dumper) {
   const TempDir root;
   StoreSetup setup = SharedSetup(root);
   setup.copy_workers = 1;
@@ -70,18 +70,26 @@ TEST(CacheClear, TakesDumpsThatAreAccepted) {
   const Result<cs_task> load = loading->Load(page.batch());
   ASSERT_OK(load);
   ASSERT_TRUE(gate.WaitArrived(1));
-  const Pages& source = page;
-  const Result<cs_task> dump = dumping->Dump(source.batch());
+  const Result<cs_task> dump = dumping->Dump(page.batch());
   ASSERT_OK(dump);
-  EXPECT_OK(loading->Clear());
+  EXPECT_TRUE(Eventually([&] {
+    const cs_stats stats = dumping->Stats();
+    return stats.cache_dump_queued + stats.cache_dump_running == 0;  // it waits
+  }));
+  EXPECT_OK((by_dumper ? dumping : loading)->Clear());
   gate.Open();
   EXPECT_TRUE(WaitFor(*loading, load.value(), 1) == Repeated(1, CS_NOT_FOUND));
   EXPECT_TRUE(WaitFor(*dumping, dump.value(), 1) == Repeated(1, CS_OK));
   EXPECT_TRUE(AreAbsent(*dumping, page));
   EXPECT_TRUE(AreAbsent(*loading, page));
+  EXPECT_TRUE(Eventually([&] { return dumping->Stats().cache_slots_dirty == 0; }));
+  EXPECT_TRUE(AreAbsent(*dumping, page));                      // nor was it stored
   EXPECT_TRUE(DumpAll(*dumping, page) == Repeated(1, CS_OK));  // but not a later one
   EXPECT_TRUE(LookupAll(*loading, page) == std::vector<uint8_t>(1, 1));
 }
+
+TEST(CacheClear, TakesDumpsThatAreAccepted) { ClearBehindAccepted(/*by_dumper=*/true); }
+TEST(CacheClear, TakesDumpsThatOthersHaveAccepted) { ClearBehindAccepted(/*by_dumper=*/false); }
 
 // What another process has in the region goes, too, and what it is storing.
 TEST(CacheClear, TakesWhatOthersAreStoring) {
