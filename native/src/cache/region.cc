@@ -67,6 +67,16 @@ bool SameFile(Fd fd, const std::string& path) {
          ours.value().inode == there.value().inode;
 }
 
+// A region, or one that its maker didn't come to complete.
+bool HasOurMagic(Fd fd) {
+  std::array<char, sizeof RegionHeader::magic> start{};
+  iovec part{start.data(), start.size()};
+  const Result<uint64_t> read = Env::Real().ReadFull(fd, {&part, 1}, 0);
+  if (!read.ok()) return false;
+  return std::all_of(start.begin(), start.end(), [](char c) { return c == 0; }) ||
+         std::memcmp(start.data(), kRegionMagic, start.size()) == 0;
+}
+
 uint64_t HeaderBytes(uint64_t slots, uint64_t buckets) {
   return AlignUp(AlignUp(sizeof(RegionHeader)) + sizeof(ProcessEntry) * kMaxProcesses +
                  sizeof(SlotEntry) * slots + sizeof(uint32_t) * buckets);
@@ -282,7 +292,11 @@ void Region::Close() {
     const bool locked = LockWithin(fd_, kAttachByte, std::chrono::seconds(5));
     {
       const Lock lock(*this);
-      if (lock.ok()) process(self_).in_use = 0;
+      if (lock.ok()) {
+        // What it couldn't store is the others'.
+        callbacks_.reclaim(*this, self_);
+        process(self_).in_use = 0;
+      }
     }
     if (locked && !IsLockedByOthers(fd_, kProcessBytes, kMaxProcesses) && SameFile(fd_, path_)) {
       (void)Env::Real().Unlink(path_);
@@ -309,8 +323,8 @@ int Region::RemoveAbandoned(const std::string& directory, const std::string& kee
     const Result<SharedFileInfo> info = StatSharedFile(fd);
     // The attach lock first: whoever is making it holds that.
     if (info.ok() && info.value().is_ours && TryLockByte(fd, kAttachByte) &&
-        !IsLockedByOthers(fd, kProcessBytes, kMaxProcesses) && SameFile(fd, path) &&
-        Env::Real().Unlink(path).ok()) {
+        !IsLockedByOthers(fd, kProcessBytes, kMaxProcesses) && HasOurMagic(fd) &&
+        SameFile(fd, path) && Env::Real().Unlink(path).ok()) {
       ++removed;
     }
     CloseSharedFile(fd);
@@ -344,10 +358,15 @@ bool Region::TakeMutex() {
   if (memory_ == nullptr || IsInert()) return false;
   // By the wall clock, since thread sanitizers don't know the call with the
   // monotonic one. A step of the clock makes one wait longer or shorter.
+  const std::chrono::nanoseconds patience =
+      stuck_.load(std::memory_order_relaxed) ? kStuckPatience : kLockPatience;
   timespec until;
   clock_gettime(CLOCK_REALTIME, &until);
-  until.tv_sec += kLockPatience.count() / 1000;
+  const int64_t nanoseconds = until.tv_nsec + patience.count();
+  until.tv_sec += nanoseconds / 1000000000;
+  until.tv_nsec = nanoseconds % 1000000000;
   const int result = pthread_mutex_timedlock(&header().mutex, &until);
+  stuck_.store(result == ETIMEDOUT, std::memory_order_relaxed);
   if (result == EOWNERDEAD) {
     callbacks_.repair(*this);
     pthread_mutex_consistent(&header().mutex);

@@ -9,7 +9,7 @@
 //     recover and remove.
 //   - The mutex guards metadata only and is never held across a copy, I/O or a
 //     wait. It is robust: whoever finds that its owner died repairs. Every
-//     attempt is timed: a stopped process costs the others kLockPatience.
+//     attempt is timed: a stopped process costs the others kLockPatience, once.
 //   - A forked child has no part in it: the memory isn't mapped there, and the
 //     descriptor, which would keep the parent's lock alive, is closed at once.
 //
@@ -18,6 +18,7 @@
 #define CACHESTORE_CACHE_REGION_H_
 
 #include <array>
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <functional>
@@ -47,14 +48,16 @@ struct RegionOptions {
 class Region {
  public:
   static constexpr std::chrono::milliseconds kLockPatience{1000};
+  // For the attempts that follow one in vain: a request has many pages.
+  static constexpr std::chrono::milliseconds kStuckPatience{1};
   static constexpr std::chrono::seconds kAttachPatience{120};
 
   struct Callbacks {
     // For a region left by processes that are all gone, before it is
     // discarded: the place to save what is only there.
     std::function<void(Region&)> recover;
-    // For the entry of a process that died, with the mutex held, before it is
-    // used again: gives back what that process held.
+    // For the entry of a process that died, or that leaves, with the mutex held,
+    // before it is used again: gives back what that process held.
     std::function<void(Region&, uint32_t process)> reclaim;
     // With the mutex held, when its owner died holding it.
     std::function<void(Region&)> repair;
@@ -128,6 +131,7 @@ class Region {
   uint8_t* memory_ = nullptr;
   uint64_t size_ = 0;
   uint32_t slot_count_ = 0;
+  std::atomic<bool> stuck_{false};  // the latest attempt at the mutex was in vain
   uint32_t self_ = kNone;
   bool created_ = false;
   bool huge_pages_ = false;

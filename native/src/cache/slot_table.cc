@@ -256,6 +256,7 @@ void SlotTable::Publish(SlotEntry& entry, uint32_t slot, bool dirty) {
 bool SlotTable::PublishLoad(SlotRef ref) {
   const Region::Lock lock(region_);
   if (!lock.ok()) return false;
+  if (!IsLoading(ref)) return true;
   Publish(Entry(ref), ref.slot, /*dirty=*/false);
   return true;
 }
@@ -264,7 +265,7 @@ bool SlotTable::PublishDump(SlotRef ref, uint32_t checksum, uint64_t epoch) {
   const Region::Lock lock(region_);
   if (!lock.ok()) return false;
   SlotEntry& entry = Entry(ref);
-  if (StateOf(entry) != SlotState::kLoading) return true;  // revoked before it came to this
+  if (!IsLoading(ref)) return true;  // revoked before it came to this
   entry.checksum = checksum;
   if (epoch != this->epoch() && entry.orphan == 0) {
     Unlink(region_, ref.slot);
@@ -277,6 +278,7 @@ bool SlotTable::PublishDump(SlotRef ref, uint32_t checksum, uint64_t epoch) {
 bool SlotTable::Fail(SlotRef ref, Code code) {
   const Region::Lock lock(region_);
   if (!lock.ok()) return false;
+  if (!IsLoading(ref)) return true;
   SlotEntry& entry = Entry(ref);
   entry.code = code;
   SetState(entry, SlotState::kFailed);
@@ -289,8 +291,9 @@ bool SlotTable::Fail(SlotRef ref, Code code) {
 bool SlotTable::Clean(SlotRef ref) {
   const Region::Lock lock(region_);
   if (!lock.ok()) return false;
+  if (IsLoading(ref)) return false;
   SlotEntry& entry = Entry(ref);
-  if (entry.dirty == 0) return true;
+  if (!IsCurrent(ref) || entry.dirty == 0) return true;
   entry.dirty = 0;
   --region_.header().dirty_count;
   Settle(region_, ref.slot);
@@ -301,6 +304,7 @@ bool SlotTable::Revoke(SlotRef ref, Code code) {
   const Region::Lock lock(region_);
   if (!lock.ok()) return false;
   SlotEntry& entry = Entry(ref);
+  if (!IsCurrent(ref) || (StateOf(entry) != SlotState::kLoading && entry.dirty == 0)) return true;
   entry.code = code;
   if (StateOf(entry) == SlotState::kLoading) --region_.header().loading_count;
   SetState(entry, SlotState::kFailed);
@@ -311,10 +315,12 @@ bool SlotTable::Revoke(SlotRef ref, Code code) {
   return true;
 }
 
+bool SlotTable::IsCurrent(SlotRef ref) const {
+  return Entry(ref).generation.load(std::memory_order_acquire) == ref.generation;
+}
+
 bool SlotTable::IsLoading(SlotRef ref) const {
-  const SlotEntry& entry = Entry(ref);
-  return entry.generation.load(std::memory_order_acquire) == ref.generation &&
-         entry.state.load(std::memory_order_acquire) == SlotState::kLoading;
+  return IsCurrent(ref) && Entry(ref).state.load(std::memory_order_acquire) == SlotState::kLoading;
 }
 
 bool SlotTable::Lookup(std::span<const BlockId> blocks, std::span<uint8_t> present) {

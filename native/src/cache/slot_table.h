@@ -72,13 +72,15 @@ class SlotTable {
   // A filled slot: its bytes are in place (and fenced). Wakes who waits. It is
   // clean after a load, dirty after a dump, and a dump of an earlier epoch is
   // seen by nobody. False, of these and the next three: the mutex was not to be
-  // had; try again.
+  // had; try again. They come in any order then: what comes after the end of that
+  // use of the slot has no effect.
   [[nodiscard]] bool PublishLoad(SlotRef ref);
   [[nodiscard]] bool PublishDump(SlotRef ref, uint32_t checksum, uint64_t epoch);
   [[nodiscard]] bool Fail(SlotRef ref, Code code);
   // A dirty slot that the tier below didn't even take: kFailed.
   [[nodiscard]] bool Revoke(SlotRef ref, Code code);
-  // A dirty slot is stored, or given up: it may be replaced from now on.
+  // A dirty slot is stored, or given up: it may be replaced from now on. False
+  // also if it is to be published yet.
   [[nodiscard]] bool Clean(SlotRef ref);
 
   // Whether the slot is still being filled in that use of it. Takes no mutex.
@@ -111,6 +113,7 @@ class SlotTable {
 
  private:
   SlotEntry& Entry(SlotRef ref) const { return region_.slot(ref.slot); }
+  bool IsCurrent(SlotRef ref) const;
   void Publish(SlotEntry& entry, uint32_t slot, bool dirty);
   void Use(uint32_t slot);
   uint32_t Take(bool for_load);

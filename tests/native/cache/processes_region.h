@@ -39,7 +39,7 @@ enum class Damage {
   kTakenAndLinked,    // and in its chain, but free by its state
   kLoadingUncounted,  // being loaded, but not counted
   kTakenFromUsed,     // ready and in no list
-  kReadyUncounted,    // ready and dirty, counted as being loaded
+  kReadyUncounted,    // ready, but counted as being loaded, and in no list
   kTornList,          // the list's end isn't its last entry
   kCutChain,          // ready, listed, and can't be found
   kTwice,             // two slots of one block

@@ -4,6 +4,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <cstring>
 #include <sstream>
 #include <thread>
 #include <unordered_map>
@@ -136,6 +137,7 @@ Place::Place() {
 void Place::Fill(size_t first, size_t n) {
   StoreSetup plain = setup;
   plain.pipeline = "Posix";
+  plain.queue_depth = 4096;
   const auto store = OpenOrFail(plain);
   if (store == nullptr) return;
   Pages pages(plain, first, n);
@@ -147,6 +149,7 @@ void Place::Fill(size_t first, size_t n) {
 size_t Place::Stored(size_t first, size_t n) const {
   StoreSetup plain = setup;
   plain.pipeline = "Posix";
+  plain.queue_depth = 4096;
   const auto store = OpenOrFail(plain);
   if (store == nullptr) return 0;
   Pages pages(plain, first, n);
@@ -308,6 +311,10 @@ class StoreRole {
     const size_t n = pages_->size();
     const Codes codes =
         task_.ok() ? WaitFor(*store_, task_.value(), n) : Repeated(n, task_.status().code());
+    if (held_ != nullptr) {
+      std::memcpy(pages_->tensor(0, 0), held_->begin(), setup_.tensor_sizes[0]);
+      held_.reset();
+    }
     for (size_t i = 0; i < n; ++i) {
       if (codes[i] != CS_OK) continue;
       ++(!load_ || pages_->Holds(i) ? right : wrong);
@@ -364,14 +371,14 @@ class StoreRole {
     size_t block = 0;
     in >> block;
     pages_ = std::make_unique<Pages>(setup_, block, 1);
-    pages_->Fill();
+    load ? pages_->Poison() : pages_->Fill();
     held_ = std::make_unique<HeldPage>(pages_->tensor(0, 0), setup_.tensor_sizes[0]);
     if (!held_->reason().empty()) return held_->reason();
     cs_batch batch = pages_->batch();
     addresses_.assign(batch.addresses, batch.addresses + batch.m);
     addresses_[0] = reinterpret_cast<uintptr_t>(held_->begin());
     batch.addresses = addresses_.data();
-    load_ = false;  // the bytes aren't in `pages_`
+    load_ = load;
     task_ = load ? store_->Load(batch) : store_->Dump(batch);
     if (!task_.ok()) return task_.status().text();
     return held_->WaitTouched() ? "held" : "nobody touches the page";
