@@ -12,6 +12,10 @@ namespace {
 constexpr int kStoreAttempts = 6;
 constexpr std::chrono::milliseconds kFirstRetry{1000};
 constexpr std::chrono::milliseconds kReclaimPause{100};
+// Of a dead process's blocks, how many are stored by one request; and when to
+// try again, with half of them, what the tier below has no room for.
+constexpr size_t kStorePiece = 64;
+constexpr std::chrono::milliseconds kRefusedPause{100};
 
 }  // namespace
 
@@ -34,7 +38,12 @@ void CacheCore::Reclaim() {
   if (slots.empty()) return;
   events_.Add(CS_EVENT_INFO,
               "storing " + std::to_string(slots.size()) + " blocks of a process that is gone");
-  Store(std::move(slots), epoch);
+  for (size_t from = 0; from < slots.size(); from += kStorePiece) {
+    const size_t to = std::min(from + kStorePiece, slots.size());
+    Store(
+        {slots.begin() + static_cast<ptrdiff_t>(from), slots.begin() + static_cast<ptrdiff_t>(to)},
+        epoch);
+  }
 }
 
 void CacheCore::ReclaimSoon() {
@@ -183,7 +192,19 @@ void CacheCore::Store(std::vector<SlotRef> slots, uint64_t epoch, int attempt) {
     const std::lock_guard lock(mutex_);
     storing_ += slots.size();  // EndStored takes them off
   }
-  EndStored(slots, std::vector<Code>(slots.size(), started.code()), epoch, attempt);
+  if (started.code() != CS_REFUSED) {
+    EndStored(slots, std::vector<Code>(slots.size(), started.code()), epoch, attempt);
+    return;
+  }
+  waits_->At(WaitList::Clock::now() + kRefusedPause, [this, slots, epoch, attempt] {
+    {
+      const std::lock_guard lock(mutex_);
+      storing_ -= slots.size();  // Store counts them again
+    }
+    const auto half = slots.begin() + static_cast<ptrdiff_t>((slots.size() + 1) / 2);
+    Store({slots.begin(), half}, epoch, attempt);
+    Store({half, slots.end()}, epoch, attempt);
+  });
 }
 
 // Takes the slots off `storing_`, unless they are to be tried again.
@@ -200,9 +221,11 @@ void CacheCore::EndStored(const std::vector<SlotRef>& slots, const std::vector<C
     }
   }
   bool give_up = attempt + 1 >= kStoreAttempts;
+  bool closing;
   {
     const std::lock_guard lock(mutex_);
-    give_up = give_up || giving_up_;
+    closing = giving_up_;
+    give_up = give_up || closing;
     storing_ -= slots.size() - (give_up ? 0 : again.size());
     if (storing_ == 0) stored_.notify_all();
   }
@@ -211,6 +234,7 @@ void CacheCore::EndStored(const std::vector<SlotRef>& slots, const std::vector<C
     counters_.given_up.fetch_add(again.size(), std::memory_order_relaxed);
     events_.Add(CS_EVENT_WARNING,
                 "not stored, and only in the cache: " + std::to_string(again.size()) + " blocks");
+    if (closing) return;  // they stay dirty, and are for other processes to store
     for (const SlotRef ref : again) Clean(ref);
     return;
   }

@@ -123,12 +123,13 @@ void CacheTier::Rescue(const CacheOptions& options, Region& region, Tier& below,
   if (region.header().latest_clear != below.LatestClear()) return;
   const std::vector<uint32_t> dirty = SlotTable::IntactDirty(region);
   size_t stored = 0;
-  constexpr size_t kPiece = 128;
+  size_t piece = 128;  // of one request; less if the tier below has no room for it
   const auto deadline = Request::Clock::now() + options.timeout;
-  for (size_t from = 0; from < dirty.size(); from += kPiece) {
+  for (size_t from = 0; from < dirty.size();) {
+    const size_t to = std::min(from + piece, dirty.size());
     Batch batch;
     batch.tensors = options.geometry.tensor_sizes.size();
-    for (size_t i = from; i < std::min(from + kPiece, dirty.size()); ++i) {
+    for (size_t i = from; i < to; ++i) {
       batch.blocks.push_back(region.slot(dirty[i]).block);
       batch.shard_indices.push_back(0);
       uint8_t* at = region.bytes(dirty[i]);
@@ -138,13 +139,19 @@ void CacheTier::Rescue(const CacheOptions& options, Region& region, Tier& below,
       }
     }
     const auto request = std::make_shared<Request>(std::move(batch));
-    if (!below.Dump(request).ok()) break;
+    const Status started = below.Dump(request);
+    if (started.code() == CS_REFUSED && piece > 1) {
+      piece /= 2;
+      continue;
+    }
+    if (!started.ok()) break;
     if (!request->WaitUntil(deadline)) {
       below.Cancel(request, CS_TIMEOUT);
       request->Wait();
     }
     stored += static_cast<size_t>(
         std::count(request->results().begin(), request->results().end(), CS_OK));
+    from = to;
   }
   if (!dirty.empty()) {
     events.Add(CS_EVENT_INFO, "stored " + std::to_string(stored) + " of " +
@@ -284,6 +291,7 @@ void CacheTier::Close() {
   if (closed_.exchange(true)) return;
   (void)load_executor_.Stop(/*drain=*/true);
   (void)dump_executor_.Stop(/*drain=*/true);
+  core_.Reclaim();  // we may be the last who can store what a dead process left
   if (!core_.WaitStored(Request::Clock::now() + options_.timeout)) {
     events_->Add(CS_EVENT_WARNING, "closed with " + std::to_string(core_.storing()) +
                                        " blocks that could not be stored in time");
