@@ -120,18 +120,72 @@ uint64_t MemoryHeadroom() {
   return headroom;
 }
 
-Result<uint8_t*> MapMemory(Fd fd, uint64_t size) {
-  const int flags = fd >= 0 ? MAP_SHARED : MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE;
-  void* memory = mmap(nullptr, size, PROT_READ | PROT_WRITE, flags, fd, 0);
-  if (memory == MAP_FAILED) return Status::FromErrno(errno, "map", "memory");
-  return static_cast<uint8_t*>(memory);
+namespace {
+
+// Allocates all of it, after the advice about huge pages.
+Status Populate(uint8_t* memory, uint64_t size) {
+#ifdef MADV_POPULATE_WRITE
+  if (RetryEintr([&] { return madvise(memory, size, MADV_POPULATE_WRITE); }) == 0) {
+    return Status::Ok();
+  }
+  if (errno != EINVAL) return Status::FromErrno(errno, "reserve", "memory");
+#endif
+  // Linux before 5.14.
+  for (uint64_t at = 0; at < size; at += 4096) {
+    *static_cast<volatile uint8_t*>(memory + at) = 0;
+  }
+  return Status::Ok();
+}
+
+// Bytes of a mapping that are in huge pages.
+uint64_t HugeBytes(const uint8_t* memory) {
+  char start[32];
+  std::snprintf(start, sizeof start, "%lx-", reinterpret_cast<unsigned long>(memory));
+  std::ifstream maps("/proc/self/smaps");
+  bool inside = false;
+  for (std::string line; std::getline(maps, line);) {
+    if (line.rfind(start, 0) == 0) inside = true;
+    unsigned long long kilobytes = 0;
+    if (inside && std::sscanf(line.c_str(), "AnonHugePages: %llu kB", &kilobytes) == 1) {
+      return kilobytes * 1024;
+    }
+  }
+  return 0;
+}
+
+std::string WordIn(const std::string& path) {
+  std::ifstream file(path);
+  std::string text;
+  std::getline(file, text);
+  const size_t open = text.find('[');
+  const size_t close = text.find(']');
+  return open < close && close != std::string::npos ? text.substr(open + 1, close - open - 1)
+                                                    : "unknown";
+}
+
+}  // namespace
+
+Result<uint8_t*> MapMemory(Fd fd, uint64_t size, std::string& huge) {
+  const int flags = fd >= 0 ? MAP_SHARED : MAP_PRIVATE | MAP_ANONYMOUS;
+  void* mapped = mmap(nullptr, size, PROT_READ | PROT_WRITE, flags, fd, 0);
+  if (mapped == MAP_FAILED) return Status::FromErrno(errno, "map", "memory");
+  uint8_t* const memory = static_cast<uint8_t*>(mapped);
+  const bool advised = madvise(memory, size, MADV_HUGEPAGE) == 0;
+  if (fd >= 0) {  // its pages are those that the file was made with
+    huge = "huge pages as the kernel's shmem_enabled says: " +
+           WordIn("/sys/kernel/mm/transparent_hugepage/shmem_enabled");
+    return memory;
+  }
+  if (Status populated = Populate(memory, size); !populated.ok()) {
+    munmap(memory, size);
+    return populated;
+  }
+  huge = advised ? std::to_string(HugeBytes(memory) >> 20) + " MiB in huge pages"
+                 : "no huge pages: the kernel has none";
+  return memory;
 }
 
 void UnmapMemory(uint8_t* memory, uint64_t size) { munmap(memory, size); }
-
-bool AdviseHugePages(uint8_t* memory, uint64_t size) {
-  return madvise(memory, size, MADV_HUGEPAGE) == 0;
-}
 
 void KeepFromChildren(uint8_t* memory, uint64_t size) {
   (void)madvise(memory, size, MADV_DONTFORK);

@@ -35,11 +35,10 @@ Result<uint64_t> FreeBytes(const std::string& path);
 // memory and the headroom of its cgroups; UINT64_MAX if nothing tells.
 uint64_t MemoryHeadroom();
 
-// Maps a file, or (fd -1) private memory that is reserved at once.
-Result<uint8_t*> MapMemory(Fd fd, uint64_t size);
+// Maps a file, or (fd -1) private memory that is reserved at once. Asks for huge
+// pages: `huge` says in words what came of it, to be shown.
+Result<uint8_t*> MapMemory(Fd fd, uint64_t size, std::string& huge);
 void UnmapMemory(uint8_t* memory, uint64_t size);
-// Asks for huge pages; false if the kernel won't.
-bool AdviseHugePages(uint8_t* memory, uint64_t size);
 // A child made by fork doesn't get the memory.
 void KeepFromChildren(uint8_t* memory, uint64_t size);
 

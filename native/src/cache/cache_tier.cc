@@ -109,8 +109,7 @@ Result<std::unique_ptr<Region>> CacheTier::OpenRegion(const CacheOptions& option
     events.Add(CS_EVENT_INFO,
                std::string("cache buffer: ") + (opened.shared() ? "shared" : "private") +
                    (opened.created() ? ", made, " : ", joined, ") + Size(opened.size()) + ", " +
-                   std::to_string(opened.slot_count()) + " slots, " +
-                   (opened.huge_pages() ? "huge pages asked for" : "no huge pages"));
+                   std::to_string(opened.slot_count()) + " slots, " + opened.huge_pages());
   }
   return region;
 }

@@ -35,9 +35,12 @@ void InChild() {
   }
 }
 
-void Remember(Fd fd) {
+void WatchForks() {
   static const int registered = pthread_atfork(nullptr, nullptr, &InChild);
   (void)registered;
+}
+
+void Remember(Fd fd) {
   for (std::atomic<Fd>& entry : open_regions) {
     Fd none = 0;
     if (entry.compare_exchange_strong(none, fd)) return;
@@ -250,13 +253,13 @@ Status Region::Attach(Region& region, const RegionOptions& options) {
 }
 
 Status Region::MapWhole(uint64_t size) {
-  Result<uint8_t*> mapped = MapMemory(fd_, size);
+  WatchForks();
+  Result<uint8_t*> mapped = MapMemory(fd_, size, huge_pages_);
   if (!mapped.ok()) return mapped.status();
   memory_ = mapped.value();
   size_ = size;
   forks_ = forks.load();
-  huge_pages_ = AdviseHugePages(memory_, size_);
-  if (fd_ >= 0) KeepFromChildren(memory_, size_);
+  KeepFromChildren(memory_, size_);
   return Status::Ok();
 }
 

@@ -85,7 +85,8 @@ class Region {
   uint32_t self() const { return self_; }
   bool shared() const { return fd_ >= 0; }
   bool created() const { return created_; }
-  bool huge_pages() const { return huge_pages_; }
+  // What came of asking for huge pages, in words.
+  const std::string& huge_pages() const { return huge_pages_; }
   uint64_t size() const { return size_; }
   // Whether process `number` still holds its byte. Ours always does.
   bool IsAlive(uint32_t number) const;
@@ -134,7 +135,7 @@ class Region {
   std::atomic<bool> stuck_{false};  // the latest attempt at the mutex was in vain
   uint32_t self_ = kNone;
   bool created_ = false;
-  bool huge_pages_ = false;
+  std::string huge_pages_;
   uint32_t forks_ = 0;  // how often this process was a forked child, at Open
 };
 

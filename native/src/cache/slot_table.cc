@@ -144,7 +144,8 @@ void WakeWaiters(Region& region, SlotEntry& entry) {
 void Settle(Region& region, uint32_t slot) {
   const SlotEntry& entry = region.slot(slot);
   if (!IsListed(entry)) return;
-  (entry.orphan != 0 ? Prepend : Place)(region, region.header().used, slot);
+  const bool is_of_use = entry.orphan == 0 && StateOf(entry) == SlotState::kReady;
+  (is_of_use ? Place : Prepend)(region, region.header().used, slot);
 }
 
 }  // namespace
