@@ -13,8 +13,13 @@
 namespace cachestore {
 namespace {
 
-// Of the memory that is free, what a buffer without a given size takes.
-constexpr double kAutomaticShare = 0.5;
+// Of the memory that is free, what a buffer without a given size takes: a shared
+// one, and a private one, of which every process of a host may have its own.
+constexpr uint64_t kSharedDivisor = 2;
+constexpr uint64_t kPrivateDivisor = 16;
+// A shared buffer without a given size has room for this many pages, one request
+// of SGLang's, or is none.
+constexpr uint64_t kLeastPages = 128;
 // Each is bounded by Region::kLockPatience.
 constexpr int kClearTries = 3;
 // Slots that dumps leave for loads, of all.
@@ -22,11 +27,16 @@ constexpr uint32_t kReserveDivisor = 8;
 
 std::string Size(uint64_t bytes) { return std::to_string(bytes >> 20) + " MiB"; }
 
-Status DoesNotFit(const CacheOptions& options, uint64_t wanted, uint64_t available) {
-  return {CS_NO_MEMORY, "cache_buffer_capacity_gb wants " + Size(wanted) + " in " +
-                            options.directory + ", and " + Size(available) +
-                            " are available: lower it, or give more (docker: --shm-size=" +
-                            std::to_string((wanted >> 20) + 64) + "m, or --ipc=host)"};
+std::string GiveMore(uint64_t wanted) {
+  return "give more shared memory (docker: --shm-size=" + std::to_string((wanted >> 20) + 64) +
+         "m, or --ipc=host)";
+}
+
+Status DoesNotFit(const CacheOptions& options, bool shared, uint64_t available) {
+  const std::string text = "cache_buffer_capacity_gb wants " + Size(options.capacity) +
+                           (shared ? " in " + options.directory : " of memory") + ", and " +
+                           Size(available) + " are available: lower it";
+  return {CS_NO_MEMORY, shared ? text + ", or " + GiveMore(options.capacity) : text};
 }
 
 // What may be taken: of the filesystem for shared memory, and of the memory
@@ -91,11 +101,15 @@ Result<std::unique_ptr<Region>> CacheTier::OpenRegion(const CacheOptions& option
   // ours to join, or a dead one's to be removed first.
   wanted.size_for = [&options](bool shared) -> Result<uint64_t> {
     const uint64_t available = Available(options, shared);
-    if (options.capacity == 0) {
-      return static_cast<uint64_t>(static_cast<double>(available) * kAutomaticShare);
-    }
-    if (options.capacity > available) return DoesNotFit(options, options.capacity, available);
-    return options.capacity;
+    if (options.capacity > available) return DoesNotFit(options, shared, available);
+    if (options.capacity > 0) return options.capacity;
+    if (!shared) return available / kPrivateDivisor;
+    const uint64_t least = kLeastPages * AlignUp(options.geometry.shard_size);
+    if (available / kSharedDivisor >= least) return available / kSharedDivisor;
+    return Status(CS_NO_MEMORY, Size(available) + " are available in " + options.directory +
+                                    ", and half of that holds less than " +
+                                    std::to_string(kLeastPages) + " pages, " + Size(least) + ": " +
+                                    GiveMore(kSharedDivisor * least));
   };
   Result<std::unique_ptr<Region>> region = Region::Open(wanted, callbacks);
   if (!region.ok() && options.shared && options.capacity == 0) {
