@@ -51,12 +51,18 @@ class SettingType:
 
 
 class Bool(SettingType):
+    """True or false. ``refused_true``: why true can't be had, if it can't."""
+
+    def __init__(self, *, refused_true: str = "") -> None:
+        super().__init__()
+        self.refused_true = refused_true
+
     def _values(self, unit: str) -> str:
-        return "true or false"
+        return "false" if self.refused_true else "true or false"
 
     def _refusal(self, value: Any) -> str | None:
         if type(value) is bool:
-            return None
+            return self.refused_true if value and self.refused_true else None
         if isinstance(value, str) and value.lower() in ("true", "false"):
             return "write it without quotes"
         return ""
@@ -77,6 +83,22 @@ class Int(SettingType):
         if type(value) is not int:
             return _not_an_int(value)
         return None if self.low <= value <= self.high else ""
+
+
+class Number(SettingType):
+    """A positive number up to ``high``, with or without a fraction."""
+
+    def __init__(self, high: int, *, nullable: bool = False) -> None:
+        super().__init__(nullable=nullable)
+        self.high = high
+
+    def _values(self, unit: str) -> str:
+        return f"a number above 0 and up to {self.high}" + (f" ({unit})" if unit else "")
+
+    def _refusal(self, value: Any) -> str | None:
+        if type(value) not in (int, float):
+            return "" if isinstance(value, float) else _not_an_int(value)
+        return None if 0 < value <= self.high else ""
 
 
 class IntList(SettingType):
@@ -104,16 +126,11 @@ class IntList(SettingType):
 
 
 class Choice(SettingType):
-    """One of some words, in exactly this spelling.
+    """One of some words, in exactly this spelling."""
 
-    ``refused``: words that are known but can't be had, each with the reason.
-    """
-
-    def __init__(
-        self, *words: str, refused: Mapping[str, str] | None = None, nullable: bool = False
-    ) -> None:
+    def __init__(self, *words: str, nullable: bool = False) -> None:
         super().__init__(nullable=nullable)
-        self.words, self.refused = words, dict(refused or {})
+        self.words = words
 
     def _values(self, unit: str) -> str:
         *first, last = self.words
@@ -124,10 +141,7 @@ class Choice(SettingType):
             return "write it as a string"
         if value in self.words:
             return None
-        if value in self.refused:
-            return self.refused[value]
-        folded = {word.casefold(): word for word in (*self.words, *self.refused)}
-        near = _near(value, folded)
+        near = _near(value, {word.casefold(): word for word in self.words})
         return f"did you mean {near}?" if near else ""
 
 
@@ -141,6 +155,66 @@ class Text(SettingType):
         if not isinstance(value, str):
             return "write it in quotes"
         return None if value.strip() else ""
+
+
+class Absent(SettingType):
+    """Nothing at all: a key that is known, and refused with the reason ``why``."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(nullable=True)
+        self.why = why
+
+    def allowed(self, unit: str) -> str:
+        return "nothing: the key left out"
+
+    def _refusal(self, value: Any) -> str | None:
+        return self.why
+
+
+class CpuList(SettingType):
+    """``auto``, ``none``, or CPUs as the kernel lists them: numbers and ranges between commas."""
+
+    _highest = 65535  # the native side's limit too
+
+    def _values(self, unit: str) -> str:
+        return 'auto, none, or CPUs such as "0-3,8"'
+
+    def _refusal(self, value: Any) -> str | None:
+        if not isinstance(value, str):
+            return 'write it in quotes, as in "0-3,8"'
+        if value in ("auto", "none"):
+            return None
+        for part in value.split(","):
+            numbers = re.fullmatch(r"([0-9]{1,10})(?:-([0-9]{1,10}))?", part)
+            if numbers is None:
+                return f"{part!r} is neither a number nor a range such as 0-3"
+            first, last = int(numbers[1]), int(numbers[2] or numbers[1])
+            if last < first:
+                return f"the range {part} goes down"
+            if last > self._highest:
+                return f"{last} is above the highest number, {self._highest}"
+        return None
+
+
+class Directory(SettingType):
+    """One absolute path, as an entry of `Directories`."""
+
+    def _values(self, unit: str) -> str:
+        return "an absolute path"
+
+    def parse(self, key: str, value: Any, unit: str, environ: Mapping[str, str]) -> Any:
+        try:
+            return _normalised(_expanded(value, environ))
+        except ValueError as error:
+            raise ConfigError(key, value, self.allowed(unit), hint=str(error)) from None
+
+    def _refusal(self, value: Any) -> str | None:
+        try:
+            if isinstance(value, str) and _normalised(value) == value:
+                return None
+        except ValueError as error:
+            return str(error)
+        return "it is not a normalised path"
 
 
 class Directories(SettingType):

@@ -10,8 +10,8 @@ dumps from the backup thread, the rest from the scheduler. All may come at once.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import json
 import logging
 import os
 import time
@@ -34,17 +34,18 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 from . import config as settings
 from . import identity as identities
 from . import weights
-from .errors import Code, ConfigError
+from .errors import Code, ConfigError, StoreClosed
 from .flat_pages import FlatPages
 from .guard import all_false, never_raises
+from .opening import open_store
 from .pages import LayoutError, PageLayout, page_layout
-from .store import Store, StoreOptions
+from .prefix_links import PrefixLinks
+from .store import Event, Store
 from .throttle import Throttle
 from .transfer_log import TransferLog
 
 logger = logging.getLogger("cachestore")
 
-_ALIGNMENT = 4096
 _SGLANG_BATCH = 128  # pages of one call at most, but for the hybrid controller's
 
 # SGLang's version of weights that nobody gave one.
@@ -86,6 +87,7 @@ class CacheStore(FlatPages, HiCacheStorage):
         self._throttle = Throttle(logger)
         self._transfers = TransferLog(enabled=storage_config.enable_storage_metrics)
         self._weights: tuple[int, str] = _weights_now()
+        self._links = PrefixLinks(_SGLANG_BATCH)
 
     # Attach and detach, on the scheduler thread.
 
@@ -114,9 +116,6 @@ class CacheStore(FlatPages, HiCacheStorage):
             raise ConfigError(
                 "hicache_mem_layout", getattr(mem_pool_host, "layout", None), str(error)
             ) from error
-        payload = layout.page_bytes
-        shard_size = -(-payload // _ALIGNMENT) * _ALIGNMENT if self.config.io_direct else payload
-        settings.check_geometry(self.config, layout.tensor_sizes, shard_size, shard_size)
         identity = self._identity(mem_pool_host, layout)
         if self.storage_config.is_mla_model and self.storage_config.attn_cp_size > 1:
             logger.warning(
@@ -124,24 +123,7 @@ class CacheStore(FlatPages, HiCacheStorage):
                 "which ranks hold the same is not known: with attention context parallelism "
                 "nothing will be restored"
             )
-        self._store = Store(
-            StoreOptions(
-                pipeline=self.pipeline,
-                storage_backends=self.config.storage_backends,
-                identity_name=identity.directory_name,
-                identity_manifest=json.dumps(identity.manifest(), indent=2, sort_keys=True) + "\n",
-                identity_fingerprint=identity.fingerprint,
-                tensor_sizes=layout.tensor_sizes,
-                shard_size=shard_size,
-                block_size=shard_size,
-                posix_load_worker_number=self.config.posix_load_worker_number,
-                posix_dump_worker_number=self.config.posix_dump_worker_number,
-                posix_queue_depth=self.config.posix_queue_depth,
-                io_direct=self.config.io_direct,
-                posix_zero_copy=self.config.posix_zero_copy,
-                timeout_ms=self.config.timeout_ms,
-            )
-        )
+        self._store = open_store(self.config, self.pipeline, identity, layout.tensor_sizes)
         self.identity, self._layout = identity, layout
         self._sizes = np.tile(np.array(layout.tensor_sizes, dtype=np.int64), _SGLANG_BATCH)
         self.mem_pool_host = mem_pool_host
@@ -152,7 +134,7 @@ class CacheStore(FlatPages, HiCacheStorage):
             self.pipeline,
             self._pipeline_reason,
             layout.page_size,
-            payload,
+            layout.page_bytes,
             len(layout.tensor_sizes),
             mem_pool_host.layout,
             ", ".join(self.config.storage_backends),
@@ -254,8 +236,10 @@ class CacheStore(FlatPages, HiCacheStorage):
         """End the store; calls that are waiting return misses. A second call does nothing."""
         store, self._store = self._store, None
         if store is not None:
-            self._log_events(store)
-            store.close()
+            counters, events = store.close()
+            self._log(events)
+            said = ", ".join(f"{name} {value}" for name, value in counters.items() if value)
+            logger.info("CacheStore: closed; counted since attach: %s", said or "nothing")
         pool, self._pool = self._pool, None
         if pool is not None:
             vars(pool).pop("destroy", None)
@@ -281,6 +265,8 @@ class CacheStore(FlatPages, HiCacheStorage):
             if found < len(part):
                 break
             piece *= 16
+        if self.pipeline == settings.CACHE_POSIX:
+            self._links.learn(keys, length)
         return length
 
     def exists(self, key: str) -> bool:
@@ -298,7 +284,8 @@ class CacheStore(FlatPages, HiCacheStorage):
 
         ``host_indices``: int64 on the CPU, ``len(keys) * page_size``.
         """
-        return self._transfer(Store.load, keys, self._pool_addresses(keys, host_indices))
+        addresses = self._pool_addresses(keys, host_indices)
+        return self._transfer(Store.load, keys, addresses, extra_info)
 
     @never_raises(all_false)
     def batch_set_v1(
@@ -308,12 +295,19 @@ class CacheStore(FlatPages, HiCacheStorage):
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
         """Store pages from the host pool. One bool a key; True also if it was stored before."""
-        return self._transfer(Store.dump, keys, self._pool_addresses(keys, host_indices))
+        addresses = self._pool_addresses(keys, host_indices)
+        return self._transfer(Store.dump, keys, addresses, extra_info)
 
     def _pool_addresses(self, keys: Sequence[str], host_indices: torch.Tensor) -> Any:
         return None if self._layout is None else self._layout.addresses(host_indices, len(keys))
 
-    def _transfer(self, move: Callable, keys: Sequence[str], addresses: Any) -> list[bool]:
+    def _transfer(
+        self,
+        move: Callable,
+        keys: Sequence[str],
+        addresses: Any,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> list[bool]:
         opened = self._open_store()
         if opened is None or not keys:
             return [False] * len(keys)
@@ -323,17 +317,26 @@ class CacheStore(FlatPages, HiCacheStorage):
         if len(sizes) < needed:
             sizes = np.tile(np.array(layout.tensor_sizes, dtype=np.int64), len(keys))
         started = time.perf_counter()
-        codes = move(store, identity.block_ids(keys), addresses, sizes)
+        parent = self._key_before(keys[0], extra_info)
+        parent_id = None if parent is None else identity.block_id(parent)
+        codes = move(store, identity.block_ids(keys), addresses, sizes, parent_id)
         seconds = time.perf_counter() - started
         results = [code == Code.OK for code in codes]
         done = sum(results)
         self._transfers.add(move is Store.load, done, done * layout.page_bytes, seconds)
+        self._log_events()
         if done < len(codes):
             self._report(move, codes)
         return results
 
+    def _key_before(self, key: str, extra_info: HiCacheStorageExtraInfo | None) -> str | None:
+        """The page before ``key``'s: it says what the Cache tier keeps longest."""
+        if self.pipeline != settings.CACHE_POSIX:
+            return None
+        prefix = getattr(extra_info, "prefix_keys", None)
+        return prefix[-1] if prefix else self._links.before(key)
+
     def _report(self, move: Callable, codes: Sequence[int]) -> None:
-        self._log_events()
         bad = [Code(code).name for code in codes if code not in (Code.OK, Code.NOT_FOUND)]
         if bad:
             counts = ", ".join(f"{bad.count(name)} {name}" for name in sorted(set(bad)))
@@ -399,11 +402,15 @@ class CacheStore(FlatPages, HiCacheStorage):
         """The store's counters since attach (``cs_stats`` in c_api.h); empty when detached."""
         return {} if self._store is None else self._store.stats()
 
-    def _log_events(self, store: Store | None = None) -> None:
-        store = store or self._store
-        if store is not None and not store.closed:
-            for event in store.events():
-                self._throttle.log(event.level, event.text.split(" ", 2)[0], event.text)
+    def _log_events(self) -> None:
+        store = self._store
+        if store is not None:
+            with contextlib.suppress(StoreClosed):  # by another thread, just now
+                self._log(store.events())
+
+    def _log(self, events: Sequence[Event]) -> None:
+        for event in events:
+            self._throttle.log(event.level, event.text.split(" ", 2)[0], event.text)
 
 
 def _refused(transfers: Sequence[PoolTransfer]) -> dict[str, list[bool]]:

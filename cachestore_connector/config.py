@@ -1,8 +1,7 @@
 """Settings: YAML or JSON -> one frozen, validated `Config`, and the choice of the pipeline.
 
-`Config`'s fields are the table of settings: name, type, default, unit, allowed values and
-documentation of a setting stand in its one field, and parsing, error messages and the shipped
-``configs/cachestore.yaml`` (`reference_yaml`) are derived from them. A new setting is a new field.
+`Config`'s fields are the table of settings (``_settings_table.py``); parsing, error messages and
+the shipped ``configs/cachestore.yaml`` (`reference_yaml`) are derived from them.
 
 `load` reads each setting from the first source that gives it: SGLang's
 ``--hicache-storage-backend-extra-config``, then the YAML or JSON file that the environment
@@ -14,25 +13,29 @@ called from any thread.
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import os
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from ._config_file import read_config_file
-from ._setting_types import (
-    Bool,
-    Choice,
-    Directories,
-    Int,
-    IntList,
-    SettingType,
-    Text,
-    default_directories,
-)
+from ._settings_table import SETTINGS, Config
 from .errors import ConfigError
+
+__all__ = [
+    "CACHE_POSIX",
+    "CONFIG_VARIABLE",
+    "SETTINGS",
+    "SGLANG_KEYS",
+    "Config",
+    "check_geometry",
+    "choose_pipeline",
+    "load",
+    "reference_yaml",
+]
+
+CACHE_POSIX = "Cache|Posix"
 
 CONFIG_VARIABLE = "CACHESTORE_CONFIG"
 
@@ -53,152 +56,6 @@ SGLANG_KEYS = (
     "class_name",
     "interface_v1",
 )
-
-# Settings of a tier that is not there yet: known, so that the refusal can say why.
-CACHE_TIER_KEYS = (
-    "cache_use_host_buffer",
-    "cache_h2h_worker_number",
-    "cache_h2h_queue_depth",
-    "cache_io_aggregation",
-    "cache_sdma_direct",
-    "use_gdr",
-    "gpu_kv_buffer_addrs",
-)
-
-
-def _setting(
-    kind: SettingType,
-    default: Any,
-    doc: str,
-    when: str,
-    *,
-    unit: str = "",
-    from_environ: Callable[[Mapping[str, str]], Any] | None = None,
-    default_text: str = "",
-) -> Any:
-    """One row of the table.
-
-    ``doc``: what the setting does, in one sentence. ``when``: when to change it. ``unit``: of an
-    integer. A default that depends on the environment has ``from_environ``, which computes it,
-    and ``default_text``, which describes it.
-    """
-    metadata = {
-        "kind": kind,
-        "doc": doc,
-        "when": when,
-        "unit": unit,
-        "from_environ": from_environ,
-        "default_text": default_text,
-    }
-    if from_environ is None:
-        return dataclasses.field(default=default, metadata=metadata)
-    return dataclasses.field(default_factory=lambda: from_environ(os.environ), metadata=metadata)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
-    """All settings, checked. Immutable; safe to share between threads.
-
-    Made by `load`, or directly with values already in their final form (a tuple of absolute,
-    normalised paths for ``storage_backends``); either way a value that isn't allowed raises
-    `ConfigError`.
-    """
-
-    store_pipeline: str | None = _setting(
-        Choice(
-            "Posix",
-            nullable=True,
-            refused={"Cache|Posix": "Cache|Posix is not built yet: use Posix or leave the key out"},
-        ),
-        None,
-        "The tiers of the store; left out, the model type decides.",
-        "Leave it out, unless one pipeline must be forced for every model.",
-    )
-    storage_backends: tuple[str, ...] = _setting(
-        Directories(),
-        None,
-        "Directories that hold the blocks; blocks are spread over all of them.",
-        "Set it to local NVMe directories, or to a shared file system that several hosts mount.",
-        from_environ=default_directories,
-        default_text="[$XDG_CACHE_HOME/cachestore], or [~/.cache/cachestore] where that is not set",
-    )
-    io_direct: bool = _setting(
-        Bool(),
-        False,
-        "Reads and writes block files with O_DIRECT, past the page cache.",
-        "True for NVMe where the blocks far outgrow the memory; false where files are read again.",
-    )
-    posix_zero_copy: Literal["auto", "always", "never"] = _setting(
-        Choice("auto", "always", "never"),
-        "auto",
-        "Whether file I/O goes straight into and out of host pages; auto does so only on local "
-        "file systems, whose I/O is sure to end.",
-        "Never, if a local-looking file system can hang; always, only if a network one cannot.",
-    )
-    posix_load_worker_number: int = _setting(
-        Int(1, 256),
-        8,
-        "Threads that read block files.",
-        "Raise it for storage that needs many requests in flight: network, striped NVMe.",
-        unit="threads",
-    )
-    posix_dump_worker_number: int = _setting(
-        Int(1, 256),
-        8,
-        "Threads that write block files.",
-        "Raise it if backups fall behind; lower it if they slow down loads.",
-        unit="threads",
-    )
-    posix_queue_depth: int = _setting(
-        Int(128, 1048576, why="SGLang sends 128 pages in one call"),
-        1024,
-        "Pages queued and running at once, counted for loads and for dumps; a request that finds "
-        "no room for all its pages is refused.",
-        "Raise it if refused requests are counted while the storage keeps up.",
-        unit="pages per direction",
-    )
-    timeout_ms: int = _setting(
-        Int(100, 3600000),
-        30000,
-        "Time after which a request ends, whatever the storage does; its pages are then misses.",
-        "Lower it if recomputing a prefix is faster than waiting for a slow mount.",
-        unit="ms",
-    )
-    tensor_size_list: tuple[int, ...] | None = _setting(
-        IntList(nullable=True),
-        None,
-        "Sizes of the tensors of one page, in order; filled in from the host pool.",
-        "Leave it out; set, it is compared with the host pool's and a difference is refused.",
-        unit="bytes",
-    )
-    shard_size: int | None = _setting(
-        Int(1, 2**63 - 1, nullable=True),
-        None,
-        "Size of one shard (one page, with padding); filled in from the host pool.",
-        "Leave it out; set, it is compared with the host pool's and a difference is refused.",
-        unit="bytes",
-    )
-    block_size: int | None = _setting(
-        Int(1, 2**63 - 1, nullable=True),
-        None,
-        "Size of one block (of one shard); filled in from the host pool.",
-        "Leave it out; set, it is compared with the host pool's and a difference is refused.",
-        unit="bytes",
-    )
-    model_identity: str | None = _setting(
-        Text(nullable=True),
-        None,
-        "Names the weights, in place of model path, revision and served model name.",
-        "Set the same name wherever the same weights are served from different paths, and a new "
-        "one when the weights under a path change.",
-    )
-
-    def __post_init__(self) -> None:
-        for row in dataclasses.fields(self):
-            row.metadata["kind"].check(row.name, getattr(self, row.name), row.metadata["unit"])
-
-
-SETTINGS: dict[str, dataclasses.Field[Any]] = {row.name: row for row in dataclasses.fields(Config)}
 
 
 def load(
@@ -256,9 +113,6 @@ def _unknown_key(key: Any, value: Any, source: str) -> ConfigError:
     if not isinstance(key, str):
         hint = f"a key must be a string, and this one is of type {type(key).__name__}: quote it"
         return ConfigError(repr(key), value, allowed, source=source, hint=hint)
-    if key in CACHE_TIER_KEYS:
-        hint = f"{key} belongs to the Cache tier, which is not built yet: leave it out"
-        return ConfigError(key, value, allowed, source=source, hint=hint)
     near = difflib.get_close_matches(
         key.lower().replace("-", "_"), [*SETTINGS, *SGLANG_KEYS], n=1, cutoff=0.6
     )
@@ -269,19 +123,51 @@ def _unknown_key(key: Any, value: Any, source: str) -> ConfigError:
 def choose_pipeline(config: Config, is_mla: bool) -> tuple[str, str]:
     """(pipeline, reason), the reason being one sentence to log once.
 
-    ``is_mla``: whether every tensor-parallel rank holds the same KV. A user's value wins.
+    ``is_mla``: whether every tensor-parallel rank holds the same KV. A user's value wins. For
+    Cache|Posix the reason has the settings of its copies. Raises `ConfigError` where that pipeline
+    is chosen and ``cache_use_host_buffer`` is false.
     """
     if config.store_pipeline is not None:
-        return config.store_pipeline, f"store_pipeline is set to {config.store_pipeline}."
-    if is_mla:
-        return "Posix", (
-            "store_pipeline is not set, and the pipeline for MLA models, Cache|Posix, is not "
-            "built yet: every rank loads its pages from the files itself."
+        pipeline = config.store_pipeline
+        reason = f"store_pipeline is set to {pipeline}"
+    elif is_mla:
+        pipeline = CACHE_POSIX
+        reason = (
+            "store_pipeline is not set, and the model is MLA: all ranks of a host need the same "
+            "bytes, which are read once, into a buffer before the files"
         )
-    return "Posix", (
-        "store_pipeline is not set, and the model is not MLA: every tensor-parallel rank owns "
-        "its bytes and moves them between host pages and files."
-    )
+    else:
+        pipeline = "Posix"
+        reason = (
+            "store_pipeline is not set, and the model is not MLA: every tensor-parallel rank owns "
+            "its bytes and moves them between host pages and files"
+        )
+    if pipeline != CACHE_POSIX:
+        return pipeline, reason + "."
+    if not config.cache_use_host_buffer:
+        raise ConfigError(
+            "cache_use_host_buffer",
+            False,
+            f"true with store_pipeline {CACHE_POSIX}, since no device path is built",
+            hint=f"{reason}; leave the key out, or set store_pipeline to Posix",
+        )
+    return pipeline, f"{reason}; {_copy_settings(config)}."
+
+
+# What the Cache tier's copies go by, in the order of the log line.
+_COPY_SETTINGS = (
+    "cache_use_host_buffer",
+    "cache_h2h_worker_number",
+    "cache_h2h_queue_depth",
+    "cache_h2h_cpu_affinity",
+    "cache_io_aggregation",
+    "cache_sdma_direct",
+    "use_gdr",
+)
+
+
+def _copy_settings(config: Config) -> str:
+    return ", ".join(f"{key} {_yaml_scalar(getattr(config, key))}" for key in _COPY_SETTINGS)
 
 
 def check_geometry(

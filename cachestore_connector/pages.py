@@ -14,7 +14,11 @@ import numpy as np
 import torch
 
 # Layouts whose pages are known to be whole, contiguous ranges per tensor.
-LAYOUTS = ("page_first", "page_first_direct", "layer_first")
+LAYOUTS = ("page_first", "page_first_direct", "layer_first", "page_first_kv_split")
+
+# Of those, the ones that SGLang itself has no flat page for (``get_data_page`` raises): a page's
+# tensors are in several buffers.
+_NO_FLAT_PAGE = ("page_first_kv_split",)
 
 
 class LayoutError(ValueError):
@@ -29,7 +33,8 @@ class PageLayout:
     pool's own order. ``bases``, ``strides``: int64, one number per tensor: its address
     in page 0, and from one page to the next. ``flat_order``: the order of the tensors in SGLang's
     flat page (``get_data_page``), a slice of the pool's one buffer: by address. For layer_first
-    that is all K layers, then all V layers, while the tensors alternate.
+    that is all K layers, then all V layers, while the tensors alternate. None where SGLang has no
+    flat page.
     """
 
     page_size: int
@@ -37,7 +42,7 @@ class PageLayout:
     tensor_sizes: tuple[int, ...]
     bases: np.ndarray
     strides: np.ndarray
-    flat_order: tuple[int, ...]
+    flat_order: tuple[int, ...] | None
 
     @property
     def page_bytes(self) -> int:
@@ -71,7 +76,15 @@ class PageLayout:
         return self.bases + numbers[:, None] * self.strides
 
     def flat_addresses(self, address: int) -> list[int]:
-        """Addresses of the tensors of a flat page that lies at ``address``, in the pool's order."""
+        """Addresses of the tensors of a flat page that lies at ``address``, in the pool's order.
+
+        Raises ValueError for a layout that has no flat page.
+        """
+        if self.flat_order is None:
+            raise ValueError(
+                "this host pool layout has no flat page: use the calls without copies "
+                "(interface_v1: 1 with SGLang's dynamic backend)"
+            )
         addresses = [0] * len(self.tensor_sizes)
         for tensor in self.flat_order:
             addresses[tensor] = address
@@ -108,13 +121,19 @@ def page_layout(pool: Any) -> PageLayout:
         addresses, same = _page_meta(pool, number)
         if same != sizes or not np.array_equal(addresses, bases + number * strides):
             raise LayoutError(f"host pool {name}: page {number} doesn't lie as page 0 and 1 do")
-    flat_order = range(len(sizes))
-    if isinstance(pool.kv_buffer, torch.Tensor):
-        flat_order = sorted(flat_order, key=lambda tensor: int(bases[tensor]))
-    return PageLayout(size, count, sizes, bases, strides, tuple(flat_order))
+    flat_order: list[int] | None = None
+    if pool.layout not in _NO_FLAT_PAGE:
+        flat_order = list(range(len(sizes)))
+        if isinstance(pool.kv_buffer, torch.Tensor):
+            flat_order.sort(key=lambda tensor: int(bases[tensor]))
+    return PageLayout(
+        size, count, sizes, bases, strides, None if flat_order is None else tuple(flat_order)
+    )
 
 
 def _page_meta(pool: Any, number: int) -> tuple[np.ndarray, tuple[int, ...]]:
     indices = torch.arange(number * pool.page_size, (number + 1) * pool.page_size)
     addresses, sizes = pool.get_page_buffer_meta(indices)
-    return np.array(addresses, dtype=np.int64), tuple(int(size) for size in sizes)
+    # A tensor can be empty: that of the index in a pipeline stage without index layers.
+    held = [(address, int(size)) for address, size in zip(addresses, sizes, strict=True) if size]
+    return np.array([address for address, _ in held], dtype=np.int64), tuple(s for _, s in held)

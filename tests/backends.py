@@ -1,9 +1,18 @@
 """What SGLang hands a backend: its storage config, and page keys."""
 
+import time
+from pathlib import Path
+
 
 def storage_config(root, *, is_mla=False, metrics=False, **changes):
     """SGLang's storage config; a dict under ``extra`` is laid over our settings."""
-    extra = {"storage_backends": [str(root)], "model_identity": "tests/model"}
+    extra = {
+        "storage_backends": [str(root)],
+        "model_identity": "tests/model",
+        # Of the Cache tier; beside the blocks, so that a test leaves nothing in /dev/shm.
+        "cache_buffer_directory": str(Path(root).parent),
+        "cache_buffer_capacity_gb": 1 / 256,
+    }
     extra |= changes.pop("extra", {})
     fields = {
         "tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1,
@@ -23,3 +32,18 @@ def storage_config(root, *, is_mla=False, metrics=False, **changes):
 def keys(count, start=0):
     """Page keys as SGLang makes them: 64 hex digits."""
     return [f"{i:064x}" for i in range(start, start + count)]
+
+
+def counters_become(backends, timeout=10, **wanted):
+    """Wait until the backends' counters add up to what is wanted, and say what they are.
+
+    A shard is counted by its kind just after its waiter was told.
+    """
+    deadline = time.monotonic() + timeout
+    while True:
+        counted = [backend.counters() for backend in backends]
+        sums = {name: sum(each[name] for each in counted) for name in wanted}
+        if sums == wanted or time.monotonic() > deadline:
+            assert sums == wanted
+            return
+        time.sleep(0.005)

@@ -6,6 +6,9 @@ import torch
 
 PAGE = 16
 
+# Layouts in which SGLang has a flat page.
+FLAT_LAYOUTS = ("page_first", "page_first_direct", "layer_first")
+
 
 @contextlib.contextmanager
 def _host_budget():
@@ -82,11 +85,83 @@ def mla_pool(*, layout="page_first_direct", layers=3, rank=12, rope=4, dtype=tor
     return _filled(pool, fill)
 
 
+# What a page of ``page_first_kv_split`` may hold, as arguments of `split_pool`.
+SPLITS = {
+    "kv": {},
+    "kv-index": {"index": 8},
+    "kv-index-scale": {"index": 8, "scale": True},
+    "fp8": {"packed_fp8": True},
+    "fp8-index-scale": {"packed_fp8": True, "index": 8, "scale": True},
+}
+
+
+def split_pool(*, layers=3, rank=12, rope=4, index=None, scale=False, index_layers=None,
+               packed_fp8=False, page_size=PAGE, pages=8, fill=None):  # fmt: skip
+    """An MLATokenToKVPoolHost in ``page_first_kv_split``, as on Ascend: ``pages`` pages or more.
+
+    ``index``: width of index_k's rows, of ``index_layers`` of the layers; ``scale``: with scales;
+    ``packed_fp8``: K holds it all, and V nothing.
+    """
+    from sglang.srt.mem_cache.device_pool_info import MLABufferInfo, MLASplitBuffers
+    from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
+
+    dtype = torch.float8_e4m3fn if packed_fp8 else torch.bfloat16
+    k_width = rank + rope + 3 if packed_fp8 else rank
+    index_layers = index_layers if index_layers is not None else layers - 1
+    rows = (1, page_size, 1)
+
+    def native(count, width, of=dtype):
+        return torch.zeros(count, *rows, width, dtype=of)
+
+    info = MLABufferInfo(
+        buffers=MLASplitBuffers(
+            k=native(layers, k_width),
+            v=native(layers, 0 if packed_fp8 else rope),
+            index_k=None if index is None else native(index_layers, index),
+            index_scales=native(index_layers, 1, torch.float32) if scale else None,
+            index_layer_indices=tuple(range(index_layers)),
+            k_width=k_width,
+            v_width=rope,
+            index_width=index or 0,
+        ),
+        data_ptrs=None,
+        layer_indices=tuple(range(layers)),
+        device_layer_num=layers,
+        page_size=page_size,
+        kv_lora_rank=rank,
+        qk_rope_head_dim=rope,
+        kv_cache_dim=rank + rope,
+        dtype=dtype,
+        device=torch.device("cpu"),
+        packed_fp8=packed_fp8,
+    )
+    with _host_budget():
+        pool = MLATokenToKVPoolHost(
+            info, 1.0, 0, page_size, "page_first_kv_split", pin_memory=False,
+            device_capacity_tokens=page_size, start_layer=0, end_layer=layers,
+            target_layer_num=layers, host_token_capacity=pages * page_size,
+        )  # fmt: skip
+    return _filled(pool, fill)
+
+
+def _buffers(pool):
+    """The tensors that hold a pool's pages, in the order of a page's tensors."""
+    if pool.layout != "page_first_kv_split":
+        return [pool.kv_buffer]
+    v = None if pool.dsa_kv_cache_store_fp8 else pool.v_buffer
+    return [
+        buffer
+        for buffer in (pool.k_buffer, v, pool.index_k_buffer, pool.index_k_scale_buffer)
+        if buffer is not None
+    ]
+
+
 def _filled(pool, seed):
     if seed is not None:
         generator = torch.Generator().manual_seed(seed)
-        raw = pool.kv_buffer.view(torch.uint8)
-        raw.copy_(torch.randint(0, 256, raw.shape, dtype=torch.uint8, generator=generator))
+        for buffer in _buffers(pool):
+            raw = buffer.view(torch.uint8)
+            raw.copy_(torch.randint(0, 256, raw.shape, dtype=torch.uint8, generator=generator))
     return pool
 
 
@@ -99,6 +174,12 @@ def indices(pool, pages):
 
 
 def page_bytes(pool, number):
-    """A page's bytes as SGLang itself flattens it: independent of addresses and of our code."""
+    """A page's bytes as SGLang itself flattens it: independent of addresses and of our code.
+
+    Split pools, which SGLang can't flatten: the page of each buffer, one after another.
+    """
+    if pool.layout == "page_first_kv_split":
+        parts = [buffer[number].contiguous().view(torch.uint8).ravel() for buffer in _buffers(pool)]
+        return torch.cat(parts)
     flat = pool.get_data_page(number * pool.page_size, flat=True)
     return flat.contiguous().view(torch.uint8).clone()

@@ -14,7 +14,7 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 import host_pools
 from backends import keys
 from cachestore_connector.errors import ConfigError
-from cachestore_connector.pages import LAYOUTS
+from host_pools import FLAT_LAYOUTS
 
 MAKE = {"mha": host_pools.mha_pool, "mla": host_pools.mla_pool}
 
@@ -23,7 +23,7 @@ def blocks(root):
     return sorted(Path(root).rglob("blocks/*/*"))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", FLAT_LAYOUTS)
 @pytest.mark.parametrize("kind", ["mha", "mla"])
 def test_pages_come_back_in_other_slots(attach, kind, layout):
     """Pinned: set, exists, get into other slots of another pool: every byte, by SGLang's view."""
@@ -46,7 +46,7 @@ def test_pages_come_back_in_other_slots(attach, kind, layout):
         assert torch.equal(host_pools.page_bytes(target, number), untouched)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", FLAT_LAYOUTS)
 @pytest.mark.parametrize("kind", ["mha", "mla"])
 def test_legacy_and_zero_copy_calls_share_pages(attach, kind, layout):
     """Pinned: what either way stored, the other way loads, byte for byte."""
@@ -174,7 +174,12 @@ def test_destroying_the_pool_closes_the_store_first(attach):
     backend = attach(pool)
     order = []
     store_close = backend._store.close
-    backend._store.close = lambda: (order.append(pool.kv_buffer is not None), store_close())
+
+    def close():
+        order.append(pool.kv_buffer is not None)
+        return store_close()
+
+    backend._store.close = close
     pool.destroy()
     assert order == [True]
     assert pool.kv_buffer is None
@@ -314,8 +319,24 @@ def test_all_calls_at_once(attach):
 
 
 def test_the_decision_is_one_log_line(attach, caplog):
-    """Pinned (contract A7): pipeline and reason, once; an MLA model says why it is Posix."""
+    """Pinned (contract A7): pipeline and reason, once; for Cache|Posix with the copy settings."""
     with caplog.at_level(logging.INFO, "cachestore"):
+        attach(host_pools.mha_pool())
         attach(host_pools.mla_pool(), is_mla=True)
-    (line,) = [r.message for r in caplog.records if "pipeline" in r.message]
-    assert "pipeline Posix" in line and "MLA" in line
+    posix, cache = [r.message for r in caplog.records if "pipeline" in r.message]
+    assert "pipeline Posix" in posix and "not MLA" in posix and "h2h" not in posix
+    assert "pipeline Cache|Posix" in cache and "the model is MLA" in cache
+    assert "cache_h2h_worker_number 4, cache_h2h_queue_depth 1024" in cache
+
+
+def test_the_counters_are_logged_at_the_end(attach, caplog):
+    """Pinned: one line at close with what was counted, by the counters' names."""
+    pool = host_pools.mha_pool(fill=15)
+    backend = attach(pool)
+    backend.batch_set_v1(keys(3), host_pools.indices(pool, [0, 1, 2]))
+    with caplog.at_level(logging.INFO, "cachestore"):
+        backend.close()
+        attach(pool).close()
+    first, second = [r.message for r in caplog.records if "closed" in r.message]
+    assert "dump_requested 3, dump_ok 3" in first and "load" not in first
+    assert second.endswith("counted since attach: nothing")

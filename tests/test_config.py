@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cachestore_connector.config import (
-    CACHE_TIER_KEYS,
+    CACHE_POSIX,
     SETTINGS,
     SGLANG_KEYS,
     Config,
@@ -28,7 +28,8 @@ from cachestore_connector.config import (
 from cachestore_connector.errors import ConfigError
 
 ENV = {"HOME": "/home/u"}
-SHIPPED = Path(__file__).parents[1] / "configs" / "cachestore.yaml"
+CONFIGS = Path(__file__).parents[1] / "configs"
+SHIPPED = CONFIGS / "cachestore.yaml"
 
 
 def refused(extra: Any, *parts: str, environ: dict[str, str] = ENV) -> ConfigError:
@@ -60,6 +61,19 @@ def test_defaults() -> None:
         "posix_dump_worker_number": 8,
         "posix_queue_depth": 1024,
         "timeout_ms": 30000,
+        "cache_use_host_buffer": True,
+        "share_buffer_enable": True,
+        "cache_buffer_directory": "/dev/shm",
+        "cache_buffer_capacity_gb": None,
+        "cache_dirty_percent": 50,
+        "cache_h2h_worker_number": 4,
+        "cache_h2h_queue_depth": 1024,
+        "cache_h2h_cpu_affinity": "auto",
+        "cache_peer_timeout_ms": 5000,
+        "cache_io_aggregation": False,
+        "cache_sdma_direct": False,
+        "use_gdr": False,
+        "gpu_kv_buffer_addrs": None,
         "tensor_size_list": None,
         "shard_size": None,
         "block_size": None,
@@ -88,6 +102,36 @@ def test_shipped_file_gives_exactly_the_defaults() -> None:
     assert load(shipped, ENV) == load(None, ENV)
     assert load(None, ENV | {"CACHESTORE_CONFIG": str(SHIPPED)}) == load(None, ENV)
     assert load(shipped, ENV | {"CACHESTORE_CONFIG": str(SHIPPED)}) == load(None, ENV)
+
+
+@pytest.mark.parametrize(
+    ("name", "pipeline", "settings"),
+    [
+        ("mla", CACHE_POSIX, {"cache_h2h_worker_number", "cache_h2h_queue_depth", "use_gdr"}),
+        ("posix", "Posix", {"io_direct", "posix_queue_depth", "timeout_ms"}),
+    ],
+)
+def test_short_files_say_the_defaults(name: str, pipeline: str, settings: set[str]) -> None:
+    """The files for one purpose force its pipeline and change nothing else; they are short."""
+    text = (CONFIGS / f"cachestore-{name}.yaml").read_text(encoding="utf-8")
+    given = yaml.safe_load(text)
+    assert settings | {"store_pipeline"} <= set(given) <= set(SETTINGS)
+    forced = load({"store_pipeline": pipeline}, ENV)
+    assert load(given, ENV) == forced
+    assert load(None, ENV | {"CACHESTORE_CONFIG": str(CONFIGS / f"cachestore-{name}.yaml")}) == (
+        forced
+    )
+    assert choose_pipeline(load(given, ENV), is_mla=True)[0] == pipeline
+    assert len(text.splitlines()) < 40
+
+
+def test_every_shipped_file_is_checked() -> None:
+    """A file that is added to configs/ is added to the tests above."""
+    assert {path.name for path in CONFIGS.iterdir()} == {
+        "cachestore.yaml",
+        "cachestore-mla.yaml",
+        "cachestore-posix.yaml",
+    }
 
 
 def test_every_setting_is_documented() -> None:
@@ -276,12 +320,6 @@ def test_keys_must_be_strings(key: Any) -> None:
     refused({key: 1}, repr(key), "must be a string")
 
 
-@pytest.mark.parametrize("key", CACHE_TIER_KEYS)
-def test_cache_tier_keys_say_that_it_is_not_built(key: str) -> None:
-    """The keys of the tier that is to come are known, and refused with that reason."""
-    refused({key: False}, key, "belongs to the Cache tier, which is not built yet")
-
-
 # --- types and ranges
 
 INTS = {
@@ -289,6 +327,10 @@ INTS = {
     "posix_dump_worker_number": (1, 256),
     "posix_queue_depth": (128, 1048576),
     "timeout_ms": (100, 3600000),
+    "cache_h2h_worker_number": (1, 64),
+    "cache_h2h_queue_depth": (128, 1048576),
+    "cache_peer_timeout_ms": (10, 3600000),
+    "cache_dirty_percent": (1, 87),
     "shard_size": (1, 2**63 - 1),
     "block_size": (1, 2**63 - 1),
 }
@@ -324,9 +366,10 @@ def test_integers_are_strict(key: str, value: Any, hint: str) -> None:
     refused({key: value}, key, hint, "an integer from")
 
 
-def test_queue_depth_gives_the_reason_of_its_limit() -> None:
+@pytest.mark.parametrize("key", ["posix_queue_depth", "cache_h2h_queue_depth"])
+def test_queue_depth_gives_the_reason_of_its_limit(key: str) -> None:
     """128 is not arbitrary, and the message says why."""
-    refused({"posix_queue_depth": 127}, "127", "SGLang sends 128 pages in one call")
+    refused({key: 127}, f"{key} = 127", "SGLang sends 128 pages in one call")
 
 
 @pytest.mark.parametrize("value", [1, 0, "true", "yes", [], 0.0])
@@ -396,29 +439,7 @@ def test_direct_construction_is_checked() -> None:
             Config(**(good | bad))  # type: ignore[arg-type]
 
 
-# --- pipeline
-
-
-def test_pipeline_choices() -> None:
-    """Posix is there; Cache|Posix is known but not built; nothing else is a pipeline."""
-    assert load({"store_pipeline": "Posix"}, ENV).store_pipeline == "Posix"
-    refused({"store_pipeline": "Cache|Posix"}, "'Cache|Posix'", "not built yet", "use Posix")
-    refused({"store_pipeline": "posix"}, "'posix'", "did you mean Posix?")
-    refused({"store_pipeline": "Posix "}, "did you mean Posix?")
-    refused({"store_pipeline": "cache|posix"}, "did you mean Cache|Posix?")
-    refused({"store_pipeline": "S3"}, "'S3'", "Posix, or left out")
-    refused({"store_pipeline": ["Posix"]}, "string")
-
-
-@pytest.mark.parametrize("is_mla", [False, True])
-def test_pipeline_by_model_type(is_mla: bool) -> None:
-    """Left out, both model types get Posix; an MLA model is told what it doesn't get yet."""
-    pipeline, reason = choose_pipeline(load(None, ENV), is_mla)
-    assert pipeline == "Posix"
-    assert ("Cache|Posix, is not built yet" in reason) is is_mla
-    pipeline, reason = choose_pipeline(load({"store_pipeline": "Posix"}, ENV), is_mla)
-    assert (pipeline, reason) == ("Posix", "store_pipeline is set to Posix.")
-
+# --- anything
 
 scalars = st.one_of(
     st.none(),

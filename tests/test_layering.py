@@ -16,9 +16,11 @@ NATIVE = ROOT / "native" / "src"
 LAYERS = [
     {"plugin"},
     {"backend"},
-    {"flat_pages"},
-    {"config", "guard", "identity", "pages", "store", "throttle", "transfer_log", "weights"},
-    {"_config_file", "_setting_types", "_ffi"},
+    {"flat_pages", "opening"},
+    {"config", "guard", "identity", "pages", "prefix_links", "store", "throttle", "transfer_log"}
+    | {"weights"},
+    {"_config_file", "_settings_table", "_ffi"},
+    {"_setting_types"},
     {"errors", "_native"},
 ]
 USES_SGLANG = {"backend", "plugin"}

@@ -8,23 +8,40 @@ import torch
 import host_pools
 from cachestore_connector.pages import LAYOUTS, LayoutError, page_layout
 
+FLAT = [
+    pytest.param(getattr(host_pools, f"{kind}_pool"), {"layout": layout}, id=f"{kind}-{layout}")
+    for kind in ("mha", "mla")
+    for layout in host_pools.FLAT_LAYOUTS
+] + [
+    pytest.param(host_pools.mha_pool, {"layout": "page_first", "pages": 1}, id="mha-one-page"),
+    pytest.param(host_pools.mla_pool, {"layout": "page_first", "pages": 2}, id="mla-two-pages"),
+]
+SPLIT = [
+    pytest.param(host_pools.split_pool, changes, id=f"split-{name}")
+    for name, changes in host_pools.SPLITS.items()
+]
 POOLS = [
-    pytest.param(host_pools.mha_pool, layout, {}, id=f"mha-{layout}") for layout in LAYOUTS
-] + [pytest.param(host_pools.mla_pool, layout, {}, id=f"mla-{layout}") for layout in LAYOUTS] + [
-    pytest.param(host_pools.mha_pool, "page_first_direct", {"v_dim": 4}, id="mha-unequal-kv"),
-    pytest.param(host_pools.mha_pool, "page_first", {"pages": 1}, id="mha-one-page"),
-    pytest.param(host_pools.mla_pool, "page_first", {"pages": 2}, id="mla-two-pages"),
-]  # fmt: skip
+    *FLAT,
+    *SPLIT,
+    pytest.param(
+        host_pools.mha_pool, {"layout": "page_first_direct", "v_dim": 4}, id="mha-unequal-kv"
+    ),
+]
+
+
+def test_every_layout_is_tried():
+    """Pinned: a layout that is added is added to the pools here."""
+    assert {*host_pools.FLAT_LAYOUTS, "page_first_kv_split"} == set(LAYOUTS)
 
 
 def _read(address, size):
     return torch.frombuffer(bytearray(ctypes.string_at(address, size)), dtype=torch.uint8)
 
 
-@pytest.mark.parametrize(("make", "layout", "changes"), POOLS)
-def test_addresses_are_the_pools_own(make, layout, changes):
+@pytest.mark.parametrize(("make", "changes"), POOLS)
+def test_addresses_are_the_pools_own(make, changes):
     """Pinned: our computed addresses equal get_page_buffer_meta's, page by page, in any order."""
-    pool = make(layout=layout, **changes)
+    pool = make(**changes)
     learnt = page_layout(pool)
     wanted = [p for p in (5, 0, 7, 3, 3) if p < pool.page_num]
     indices = host_pools.indices(pool, wanted)
@@ -34,10 +51,10 @@ def test_addresses_are_the_pools_own(make, layout, changes):
     assert learnt.page_count == pool.page_num
 
 
-@pytest.mark.parametrize(("make", "layout", "changes"), [p for p in POOLS if "unequal" not in p.id])
-def test_a_flat_page_has_the_tensors_where_we_say(make, layout, changes):
+@pytest.mark.parametrize(("make", "changes"), FLAT)
+def test_a_flat_page_has_the_tensors_where_we_say(make, changes):
     """Pinned: SGLang's flat page and our tensors are the same bytes, tensor by tensor."""
-    pool = make(layout=layout, fill=3, **changes)
+    pool = make(fill=3, **changes)
     learnt = page_layout(pool)
     number = pool.page_num - 1
     flat = host_pools.page_bytes(pool, number)
@@ -46,6 +63,54 @@ def test_a_flat_page_has_the_tensors_where_we_say(make, layout, changes):
         ours = _read(int(in_pool[tensor]), size)
         theirs = _read(learnt.flat_addresses(flat.data_ptr())[tensor], size)
         assert torch.equal(ours, theirs), f"tensor {tensor}"
+
+
+@pytest.mark.parametrize(("make", "changes"), SPLIT)
+def test_a_split_page_is_k_v_index_and_scale(make, changes):
+    """Pinned (contract A8): number, order and sizes are the pool's: V is gone for packed FP8."""
+    pool = make(fill=4, **changes)
+    learnt = page_layout(pool)
+    names = ["k_buffer", "v_buffer", "index_k_buffer", "index_k_scale_buffer"]
+    held = [
+        getattr(pool, name)
+        for name in names
+        if getattr(pool, name) is not None
+        and not (name == "v_buffer" and pool.dsa_kv_cache_store_fp8)
+    ]
+    assert (
+        len(held) == 2 + ("index" in changes) + ("scale" in changes) - pool.dsa_kv_cache_store_fp8
+    )
+    assert learnt.tensor_sizes == tuple(buffer[0].nbytes for buffer in held)
+    (page,) = learnt.addresses(host_pools.indices(pool, [3]), 1)
+    for address, buffer in zip(page, held, strict=True):
+        bytes_there = buffer[3].contiguous().view(torch.uint8).ravel()
+        assert torch.equal(_read(int(address), buffer[3].nbytes), bytes_there)
+
+
+def test_a_split_page_has_no_flat_one():
+    """Pinned: SGLang can't make a flat page of this layout, and so we offer none."""
+    pool = host_pools.split_pool()
+    with pytest.raises(ValueError, match="Unsupported layout"):
+        pool.get_data_page(0)
+    with pytest.raises(ValueError, match=r"no flat page.*interface_v1"):
+        page_layout(pool).flat_addresses(4096)
+
+
+def test_empty_tensors_are_left_out():
+    """Pinned: a stage without index layers has an index of no bytes, which isn't a tensor."""
+    pool = host_pools.split_pool(index=8)
+    true_meta = pool.get_page_buffer_meta
+
+    def without_layers(indices):
+        addresses, sizes = true_meta(indices)
+        return addresses, [0 if i % 3 == 2 else size for i, size in enumerate(sizes)]
+
+    whole = page_layout(pool)
+    pool.get_page_buffer_meta = without_layers
+    learnt = page_layout(pool)
+    assert learnt.tensor_sizes == whole.tensor_sizes[:2]
+    indices = host_pools.indices(pool, [5])
+    assert (learnt.addresses(indices, 1) == whole.addresses(indices, 1)[:, :2]).all()
 
 
 def test_wrong_indices_are_refused():

@@ -158,8 +158,17 @@ class Storage:
         self._fillers = set()
 
     def config(self, **settings):
-        """An extra config that stores here."""
-        return {"storage_backends": str(self.root)} | settings
+        """An extra config that stores here; a shared buffer is small, and lies beside it."""
+        mine = {
+            "storage_backends": str(self.root),
+            "cache_buffer_directory": str(self.root.parent),
+            "cache_buffer_capacity_gb": 1 / 32,
+        }
+        return mine | settings
+
+    def regions(self):
+        """Shared buffers."""
+        return sorted(self.root.parent.glob("cachestore-region-*"))
 
     def manifests(self):
         """What each identity in it says about itself, by the name of its directory."""
@@ -266,6 +275,21 @@ def new_log():
         return lines
 
     return begin
+
+
+@pytest.fixture(scope="session")
+def counted():
+    """``counted(lines)``: the counters of each store that was closed, as a log has them."""
+
+    def read(lines):
+        marked = [line.partition("counted since attach: ")[2] for line in lines]
+        return [
+            {name: int(count) for name, count in (pair.split() for pair in text.split(", "))}
+            for text in marked
+            if text and text != "nothing"
+        ]
+
+    return read
 
 
 @pytest.fixture(scope="session")

@@ -86,6 +86,11 @@ def test_threads_and_descriptors_come_back(
         ({"tensor_size_list": [1, 2]}, ["tensor_size_list", "[1, 2]", "the host pool's own"]),
         ({"shard_size": 4096}, ["shard_size", "4096", "the host pool's own"]),
         ({"storage_backends": "/proc/nowhere"}, ["/proc/nowhere"]),
+        ({"use_gdr": True}, ["use_gdr", "true", "cache_use_host_buffer"]),
+        (
+            {"store_pipeline": "Cache|Posix", "cache_buffer_capacity_gb": 10**6},
+            ["cache_buffer_capacity_gb", "wants 1024000000 MiB", "available", "--shm-size"],
+        ),
     ],
 )
 def test_wrong_settings_are_refused_by_name(settings, named, llama_server, storage):

@@ -1,6 +1,6 @@
 """A server that ends in the middle of a backup, and the one that is started after it.
 
-Both tests hold the backup half done by a latch: a name at which the store is about to write a
+All tests hold the backup half done by a latch: a name at which the store is about to write a
 temporary file (docs/format.md) is a FIFO, whose open waits until somebody reads it.
 """
 
@@ -60,7 +60,8 @@ def half_stored(server, storage, ids, computed):
 def prove(server, attached, storage, complete, torn, restored):
     """The next life: what was whole is there, what was not is computed, and is stored then."""
     # SGLang asks for four pages or more, unless told to ask for fewer.
-    with attached(server, "cachestore", storage.config(prefetch_threshold=PAGE)):
+    config = storage.config(prefetch_threshold=PAGE, store_pipeline="Posix")
+    with attached(server, "cachestore", config):
         restored(server, *complete)
         ids, expected = torn
         present = [path.exists() for path in storage.pages(ids)]
@@ -119,7 +120,7 @@ def test_sigkill_in_the_middle_of_a_backup(
     server = deepseek_server
     first, second = prompt(PROMPT, seed=72), prompt(PROMPT, seed=73)
     try:
-        with attached(server, "cachestore", storage.config()):
+        with attached(server, "cachestore", storage.config(store_pipeline="Posix")):
             cold = computed(server, first)
             storage.wait(PAGES)
             torn, instance, latches = half_stored(server, storage, second, computed)
@@ -131,6 +132,52 @@ def test_sigkill_in_the_middle_of_a_backup(
             server.start()
     prove(server, attached, storage, (first, STORED, cold), (second, torn), restored)
     poll(lambda: not instance.exists(), 30, "the temporary files of the dead being removed")
+
+
+def test_an_mla_model_keeps_what_it_had_in_memory(
+    deepseek_server, attached, storage, prompt, computed, restored, new_log, counted
+):
+    """Pinned: by itself an MLA model has Cache|Posix, in each of its lives.
+
+    While it lives, what was dumped is served from memory. Detached and attached, each page is read
+    once. SIGKILL leaves the buffer behind, with two pages that are in no file yet: the next attach
+    stores them, and then nothing of ours is left there. (A slot counts as stored with its request.)
+    """
+    server = deepseek_server
+    lines = new_log(server)
+    first, second = prompt(PROMPT, seed=74), prompt(PROMPT, seed=75)
+    with attached(server, "cachestore", storage.config()):
+        assert any("pipeline Cache|Posix (store_pipeline is not set" in line for line in lines())
+        assert len(storage.regions()) == 1
+        cold = computed(server, first)
+        storage.wait(PAGES)
+        restored(server, first, STORED, cold)
+    (life,) = counted(lines())
+    assert (life["load_ok"], life["cache_hit"]) == (PAGES, PAGES)
+    assert "storage_loads" not in life
+    assert storage.regions() == []
+    lines = new_log(server)
+    try:
+        with attached(server, "cachestore", storage.config()):
+            restored(server, first, STORED, cold)
+            torn, *_ = half_stored(server, storage, second, computed)
+            restored(server, second, STORED, torn)  # the whole prompt is in memory
+            server.kill()
+        assert len(storage.blocks()) == 2 * PAGES - HELD
+        assert len(storage.regions()) == 1
+    finally:
+        if not server.alive():
+            server.start()
+    with attached(server, "cachestore", storage.config()):
+        saved = f"stored {PAGES} of {PAGES} blocks that processes now gone had only in memory"
+        assert any(saved in line for line in lines())
+        assert len(storage.blocks()) == 2 * PAGES
+        restored(server, first, STORED, cold)
+        restored(server, second, STORED, torn)
+    (life,) = counted(lines())
+    assert life["load_ok"] == life["storage_loads"] == life["cache_loaded"] == 2 * PAGES
+    assert life["storage_dumps"] == HELD  # the others were there
+    assert storage.regions() == []
 
 
 def workers(pid, name):
