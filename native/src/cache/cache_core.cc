@@ -224,7 +224,7 @@ void CacheCore::EndStored(const std::vector<SlotRef>& slots, const std::vector<C
   bool closing;
   {
     const std::lock_guard lock(mutex_);
-    closing = giving_up_;
+    closing = finishing_;
     give_up = give_up || closing;
     storing_ -= slots.size() - (give_up ? 0 : again.size());
     if (storing_ == 0) stored_.notify_all();
@@ -246,6 +246,11 @@ void CacheCore::EndStored(const std::vector<SlotRef>& slots, const std::vector<C
     }
     Store(again, epoch, attempt + 1);
   });
+  {
+    const std::lock_guard lock(mutex_);
+    closing = finishing_;
+  }
+  if (closing) waits_->Hurry();  // it has begun since we looked
 }
 
 size_t CacheCore::storing() const {
@@ -258,9 +263,12 @@ bool CacheCore::WaitStored(std::chrono::steady_clock::time_point deadline) {
   return stored_.wait_until(lock, deadline, [&] { return storing_ == 0; });
 }
 
-void CacheCore::GiveUpStoring() {
-  const std::lock_guard lock(mutex_);
-  giving_up_ = true;
+void CacheCore::FinishStoring() {
+  {
+    const std::lock_guard lock(mutex_);
+    finishing_ = true;
+  }
+  waits_->Hurry();
 }
 
 void CacheCore::Close() {

@@ -81,7 +81,9 @@ class CacheCore {
   size_t storing() const;
   // Until nothing is being stored; false if the time was over first.
   bool WaitStored(std::chrono::steady_clock::time_point deadline);
-  void GiveUpStoring();
+  // From now on a failed attempt is the last one; those that wait for their next
+  // one are made now.
+  void FinishStoring();
 
   // Looks for processes that died, soon; for when no slot was to be had.
   void ReclaimSoon();
@@ -118,7 +120,7 @@ class CacheCore {
   bool reclaim_armed_ = false;
   bool watch_armed_ = false;  // a call of CancelLate is due
   size_t storing_ = 0;
-  bool giving_up_ = false;
+  bool finishing_ = false;
 };
 
 }  // namespace cachestore

@@ -305,11 +305,11 @@ void CacheTier::Close() {
   (void)load_executor_.Stop(/*drain=*/true);
   (void)dump_executor_.Stop(/*drain=*/true);
   core_.Reclaim();  // we may be the last who can store what a dead process left
+  core_.FinishStoring();
   if (!core_.WaitStored(Request::Clock::now() + options_.timeout)) {
     events_->Add(CS_EVENT_WARNING, "closed with " + std::to_string(core_.storing()) +
                                        " blocks that could not be stored in time");
   }
-  core_.GiveUpStoring();
   core_.Close();
   below_->Stop();
   below_->Close();

@@ -86,6 +86,16 @@ void WaitList::At(Clock::time_point when, std::function<void()> action) {
   Wake();
 }
 
+void WaitList::Hurry() {
+  {
+    const std::lock_guard lock(mutex_);
+    std::multimap<Clock::time_point, std::function<void()>> now;
+    for (auto& [when, action] : timers_) now.emplace(Clock::time_point{}, std::move(action));
+    timers_.swap(now);
+  }
+  Wake();
+}
+
 void WaitList::Later(std::function<bool()> attempt) {
   {
     const std::lock_guard lock(mutex_);

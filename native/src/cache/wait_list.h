@@ -44,6 +44,8 @@ class WaitList {
   void Notify(SlotRef ref);
   // Calls `action` at a point in time. At most once; dropped by Close.
   void At(Clock::time_point when, std::function<void()> action);
+  // Whatever is to be called at a point in time is called now.
+  void Hurry();
   // Calls `attempt` again and again, every kRetry, until it is true. For changes
   // that must not be lost. Close tries each once more.
   void Later(std::function<bool()> attempt);
