@@ -178,9 +178,7 @@ Status CacheCore::StoreOnce(const std::vector<SlotRef>& slots, uint64_t epoch, i
                                     EndStored(slots, codes, epoch, attempt);
                                   });
   if (started.ok()) return Status::Ok();
-  const std::lock_guard lock(mutex_);
-  storing_ -= slots.size();
-  if (storing_ == 0) stored_.notify_all();
+  Uncount(slots.size());
   return started.status();
 }
 
@@ -197,13 +195,10 @@ void CacheCore::Store(std::vector<SlotRef> slots, uint64_t epoch, int attempt) {
     return;
   }
   waits_->At(WaitList::Clock::now() + kRefusedPause, [this, slots, epoch, attempt] {
-    {
-      const std::lock_guard lock(mutex_);
-      storing_ -= slots.size();  // Store counts them again
-    }
     const auto half = slots.begin() + static_cast<ptrdiff_t>((slots.size() + 1) / 2);
     Store({slots.begin(), half}, epoch, attempt);
     Store({half, slots.end()}, epoch, attempt);
+    Uncount(slots.size());  // Store counts them again
   });
 }
 
@@ -240,17 +235,20 @@ void CacheCore::EndStored(const std::vector<SlotRef>& slots, const std::vector<C
   }
   const auto pause = kFirstRetry * (1 << attempt);
   waits_->At(WaitList::Clock::now() + pause, [this, again, epoch, attempt] {
-    {
-      const std::lock_guard lock(mutex_);
-      storing_ -= again.size();  // Store counts them again
-    }
     Store(again, epoch, attempt + 1);
+    Uncount(again.size());  // Store counts them again
   });
   {
     const std::lock_guard lock(mutex_);
     closing = finishing_;
   }
   if (closing) waits_->Hurry();  // it has begun since we looked
+}
+
+void CacheCore::Uncount(size_t slots) {
+  const std::lock_guard lock(mutex_);
+  storing_ -= slots;
+  if (storing_ == 0) stored_.notify_all();
 }
 
 size_t CacheCore::storing() const {

@@ -96,6 +96,7 @@ class CacheCore {
   template <typename Change>
   void Do(SlotRef ref, Change change);
   void CancelLate();
+  void Uncount(size_t slots);  // of storing_
   void EndStored(const std::vector<SlotRef>& slots, const std::vector<Code>& codes, uint64_t epoch,
                  int attempt);
 
