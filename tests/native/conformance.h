@@ -5,6 +5,8 @@
 #ifndef CACHESTORE_TESTS_CONFORMANCE_H_
 #define CACHESTORE_TESTS_CONFORMANCE_H_
 
+#include <algorithm>
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <string>
@@ -27,6 +29,20 @@ struct Pipeline {
   // The operation that moves a shard's bytes, and how the gate's hook tells it.
   Op load_op = Op::kReadFull;
   Op dump_op = Op::kWriteFull;
+
+  // What differs from a plain storage.
+  uint32_t max_shards = UINT32_MAX;  // of a block
+  // The queue that takes the callers' requests.
+  uint32_t StoreSetup::* depth = &StoreSetup::queue_depth;
+  // Loads are served from memory of the store's own, until it is opened anew;
+  // dumps are stored behind the callers' backs, at close at the latest; and what
+  // is accepted is completed at close, not refused.
+  bool has_memory = false;
+  // Some of the dumps go past that memory, which doesn't tell whether they were
+  // stored already.
+  bool writes_through = false;
+
+  uint32_t shards(uint32_t wanted) const { return std::min(wanted, max_shards); }
 };
 
 using MakePipeline = std::unique_ptr<Pipeline> (*)();

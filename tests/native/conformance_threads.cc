@@ -1,4 +1,5 @@
 // The conformance checks with many threads.
+#include <algorithm>
 #include <atomic>
 #include <random>
 #include <thread>
@@ -36,29 +37,31 @@ uint64_t Sum(const cs_stats& s, bool loads) {
 
 // All are told that it is stored, and it is, once and whole.
 void ConcurrentDumpsOfOneBlock(Pipeline& pipeline) {
-  pipeline.setup.shards = 2;
+  const uint32_t shards = pipeline.shards(2);
+  pipeline.setup.shards = shards;
   pipeline.setup.dump_workers = 4;
+  pipeline.setup.copy_workers = 4;
   const auto store = OpenOrFail(pipeline.setup, pipeline.env);
   ASSERT_TRUE(store != nullptr);
   for (uint64_t round = 0; round < 10; ++round) {
     Threads threads(4, [&](size_t) {
       Pages pages(pipeline.setup, round, 1, pipeline.skew);
       pages.Fill();
-      EXPECT_TRUE(DumpAll(*store, pages) == Repeated(2, CS_OK));
+      EXPECT_TRUE(DumpAll(*store, pages) == Repeated(shards, CS_OK));
       EXPECT_TRUE(LookupAll(*store, pages) == std::vector<uint8_t>(1, 1));
       pages.Poison();
-      EXPECT_TRUE(LoadAll(*store, pages) == Repeated(2, CS_OK));
+      EXPECT_TRUE(LoadAll(*store, pages) == Repeated(shards, CS_OK));
       EXPECT_TRUE(pages.HoldsAll());
     });
     threads.Join();
   }
-  EXPECT_EQ(Sum(store->Stats(), false), 10u * 4 * 2);
+  EXPECT_EQ(Sum(store->Stats(), false), 10u * 4 * shards);
 }
 
 // Loads, dumps, lookups and clears at once: a load gives the block's bytes or
 // a miss, nothing else.
 void MixedLoad(Pipeline& pipeline) {
-  pipeline.setup.shards = 2;
+  pipeline.setup.shards = pipeline.shards(2);
   const auto store = OpenOrFail(pipeline.setup, pipeline.env);
   ASSERT_TRUE(store != nullptr);
   std::atomic<uint64_t> loaded{0};
@@ -109,8 +112,9 @@ void MixedLoad(Pipeline& pipeline) {
 // Decision 3, under time limits of nothing, refusals and a narrow queue: every
 // shard has one result, and the memory is the caller's again.
 void EveryShardEndsOnce(Pipeline& pipeline) {
-  pipeline.setup.shards = 2;
-  pipeline.setup.queue_depth = 24;
+  const uint32_t shards = pipeline.shards(2);
+  pipeline.setup.shards = shards;
+  pipeline.setup.*pipeline.depth = 12 * shards;
   const auto store = OpenOrFail(pipeline.setup, pipeline.env);
   ASSERT_TRUE(store != nullptr);
   std::atomic<uint64_t> asked{0};
@@ -151,21 +155,28 @@ void EveryShardEndsOnce(Pipeline& pipeline) {
   // Nothing is worn out.
   Pages pages(pipeline.setup, 1000, 6, pipeline.skew);
   pages.Fill();
-  EXPECT_TRUE(DumpAll(*store, pages) == Repeated(12, CS_OK));
+  EXPECT_TRUE(DumpAll(*store, pages) == Repeated(6 * shards, CS_OK));
   pages.Poison();
-  EXPECT_TRUE(LoadAll(*store, pages) == Repeated(12, CS_OK));
+  EXPECT_TRUE(LoadAll(*store, pages) == Repeated(6 * shards, CS_OK));
   EXPECT_TRUE(pages.HoldsAll());
 }
 
 // Close with transfers running and queued: the running ones complete, the
-// others end with CS_CLOSED; nothing is accepted any more.
+// others end with CS_CLOSED, or complete, too, if that is how the pipeline does
+// it; nothing is accepted any more, and what a dump was told is stored is.
 void CloseWithWork(Pipeline& pipeline) {
-  const auto store = OpenOrFail(pipeline.setup, pipeline.env);
+  auto store = OpenOrFail(pipeline.setup, pipeline.env);
   ASSERT_TRUE(store != nullptr);
   Pages stored(pipeline.setup, 0, 8, pipeline.skew);
   stored.Fill();
   EXPECT_TRUE(DumpAll(*store, stored) == Repeated(8, CS_OK));
   stored.Poison();
+  if (pipeline.has_memory) {
+    store->Close();
+    store = OpenOrFail(pipeline.setup, pipeline.env);
+    ASSERT_TRUE(store != nullptr);
+  }
+  const cs_stats before = store->Stats();
   Pages dumped(pipeline.setup, 100, 8, pipeline.skew);
   dumped.Fill();
 
@@ -178,46 +189,72 @@ void CloseWithWork(Pipeline& pipeline) {
   ASSERT_OK(dump);
   ASSERT_TRUE(gate.WaitArrived(4));  // two workers each
   std::thread closer([&] { store->Close(); });
-  // Queued shards end while the running ones are still held.
-  EXPECT_TRUE(Eventually([&] {
-    const cs_stats stats = store->Stats();
-    return stats.load_outstanding == 2 && stats.dump_outstanding == 2;
-  }));
+  const uint64_t running = 2;
+  if (pipeline.has_memory) {
+    uint8_t present = 0;
+    const BlockId id = stored.block_ids()[0];
+    EXPECT_TRUE(
+        Eventually([&] { return store->Lookup({&id, 1}, {&present, 1}).code() == CS_CLOSED; }));
+    EXPECT_EQ(store->Stats().load_outstanding, 8u);
+  } else {
+    // Queued shards end while the running ones are still held.
+    EXPECT_TRUE(Eventually([&] {
+      const cs_stats stats = store->Stats();
+      return stats.load_outstanding == running && stats.dump_outstanding == running;
+    }));
+  }
   gate.Open();
   closer.join();
-  EXPECT_EQ(store->Stats().load_outstanding, 0u);
-  EXPECT_EQ(store->Stats().dump_outstanding, 0u);
-  EXPECT_EQ(store->Stats().load_ok, 2u);
-  EXPECT_EQ(store->Stats().dump_ok, 8u + 2u);
+  const cs_stats stats = store->Stats();
+  const uint64_t completed = pipeline.has_memory ? 8 : running;
+  EXPECT_EQ(stats.load_outstanding, 0u);
+  EXPECT_EQ(stats.dump_outstanding, 0u);
+  EXPECT_EQ(stats.load_ok, completed);
+  EXPECT_EQ(stats.dump_ok - before.dump_ok, completed);
   size_t loaded = 0;
   for (size_t i = 0; i < stored.size(); ++i) {
     loaded += stored.Holds(i) ? 1 : 0;
     EXPECT_TRUE(stored.Holds(i) || stored.IsPoisoned(i));
   }
-  EXPECT_EQ(loaded, 2u);
+  EXPECT_EQ(loaded, completed);
   EXPECT_EQ(store->Load(stored.batch()).status().code(), CS_CLOSED);
   EXPECT_EQ(store->Dump(stored.batch()).status().code(), CS_CLOSED);
   uint8_t present = 0;
   EXPECT_EQ(store->Lookup({stored.block_ids().data(), 1}, {&present, 1}).code(), CS_CLOSED);
   EXPECT_EQ(store->Clear().code(), CS_CLOSED);
+
+  // The storage itself, without what is in front of it.
+  StoreSetup plain = pipeline.setup;
+  plain.pipeline = "Posix";
+  const auto storage = OpenOrFail(plain);
+  ASSERT_TRUE(storage != nullptr);
+  const std::vector<uint8_t> there = LookupAll(*storage, dumped);
+  EXPECT_EQ(std::count(there.begin(), there.end(), 1), completed);
 }
 
 // Rule 1: waits that were entered before Close, or come while it runs, return
 // with results, and not before their memory is free.
 void CloseBehindWaiters(Pipeline& pipeline) {
-  pipeline.setup.shards = 2;
-  const auto store = OpenOrFail(pipeline.setup, pipeline.env);
+  const uint32_t shards = pipeline.shards(2);
+  pipeline.setup.shards = shards;
+  auto store = OpenOrFail(pipeline.setup, pipeline.env);
   ASSERT_TRUE(store != nullptr);
   Pages stored(pipeline.setup, 0, 6, pipeline.skew);
+  const size_t n = stored.size();
   stored.Fill();
-  EXPECT_TRUE(DumpAll(*store, stored) == Repeated(12, CS_OK));
+  EXPECT_TRUE(DumpAll(*store, stored) == Repeated(n, CS_OK));
   stored.Poison();
+  if (pipeline.has_memory) {
+    store->Close();
+    store = OpenOrFail(pipeline.setup, pipeline.env);
+    ASSERT_TRUE(store != nullptr);
+  }
 
   Gate gate;
   pipeline.env.Before(pipeline.load_op, Holding(gate));
   std::vector<cs_task> tasks;
-  for (size_t i = 0; i < 12; i += 2) {
-    Result<cs_task> task = store->Load(stored.part(i, 2));
+  for (size_t i = 0; i < n; i += shards) {
+    Result<cs_task> task = store->Load(stored.part(i, shards));
     ASSERT_OK(task);
     tasks.push_back(task.value());
   }
@@ -228,22 +265,31 @@ void CloseBehindWaiters(Pipeline& pipeline) {
   Threads waiters(6, [&](size_t self) {
     // Half of them come when Close is under way.
     if (self % 2 == 1) EXPECT_TRUE(Eventually([&] { return closing.load(); }));
-    Codes codes(2, -1);
+    Codes codes(shards, -1);
     EXPECT_OK(store->Wait(tasks[self], kLong, codes));
-    for (size_t i = 0; i < 2; ++i) {
+    for (size_t i = 0; i < shards; ++i) {
       EXPECT_TRUE(codes[i] == CS_OK || codes[i] == CS_CLOSED);
-      EXPECT_TRUE(codes[i] != CS_OK || stored.Holds(2 * self + i));
+      EXPECT_TRUE(codes[i] != CS_OK || stored.Holds(shards * self + i));
       (codes[i] == CS_OK ? ok : closed).fetch_add(1);
     }
   });
   std::thread closer([&] { store->Close(); });
-  EXPECT_TRUE(Eventually([&] { return store->Stats().load_outstanding == 2; }));
+  if (pipeline.has_memory) {
+    EXPECT_TRUE(Eventually([&] {
+      uint8_t present = 0;
+      const BlockId id = stored.block_ids()[0];
+      return store->Lookup({&id, 1}, {&present, 1}).code() == CS_CLOSED;
+    }));
+    EXPECT_EQ(store->Stats().load_outstanding, n);
+  } else {
+    EXPECT_TRUE(Eventually([&] { return store->Stats().load_outstanding == 2; }));
+  }
   closing = true;
   gate.Open();
   waiters.Join();
   closer.join();
-  EXPECT_EQ(ok.load(), 2u);
-  EXPECT_EQ(closed.load(), 10u);
+  EXPECT_EQ(ok.load(), pipeline.has_memory ? n : 2u);
+  EXPECT_EQ(ok.load() + closed.load(), n);
 }
 
 }  // namespace cachestore::test::conformance

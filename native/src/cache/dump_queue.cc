@@ -14,19 +14,27 @@ constexpr int kTries = 3;
 
 // Belongs to the request, and so doesn't hold it.
 struct DumpQueue::Call : QueueCall {
+  std::atomic<size_t> on_their_way{0};  // shards that haven't arrived; acq_rel
+  // When it was accepted: of the region, and of the tier below.
+  uint64_t epoch = 0;
+  uint64_t epoch_below = 0;
+};
+
+// Shards that are published and stored together: those of a request, less those
+// that had to wait, each of which is a group of its own.
+struct DumpQueue::Group {
   struct Gathered {
     size_t shard;
     SlotRef ref;
     uint32_t checksum;
   };
 
-  std::atomic<size_t> on_their_way{0};  // shards that haven't arrived; acq_rel
-  std::mutex mutex;                     // guards the two lists until all have arrived
+  explicit Group(size_t shards) : on_their_way(shards) {}
+
+  std::atomic<size_t> on_their_way;  // shards that haven't left; acq_rel
+  std::mutex mutex;                  // guards the two lists until all have left
   std::vector<Gathered> gathered;
   std::vector<size_t> through;
-  // When it was accepted: of the region, and of the tier below.
-  uint64_t epoch = 0;
-  uint64_t epoch_below = 0;
 };
 
 DumpQueue::Call& DumpQueue::DumpOf(const Request& request) {
@@ -42,10 +50,11 @@ Status DumpQueue::Dump(const std::shared_ptr<Request>& request) {
   if (Status admitted = admission_.Admit(*request, std::shared_ptr<QueueCall>(call));
       !admitted.ok())
     return admitted;
+  const auto group = std::make_shared<Group>(request->size());
   std::vector<HostCopyExecutor::Step> steps;
   steps.reserve(request->size());
   for (size_t i = 0; i < request->size(); ++i) {
-    steps.push_back([this, step = Step{request, i}](size_t) { Run(step); });
+    steps.push_back([this, step = Step{request, i, group}](size_t) { Run(step); });
   }
   if (executor_.Submit(std::move(steps))) return Status::Ok();
   admission_.TakeBack(request->size());
@@ -55,14 +64,14 @@ Status DumpQueue::Dump(const std::shared_ptr<Request>& request) {
 void DumpQueue::Queue(Step step) {
   if (!executor_.Submit({[this, step](size_t) { Run(step); }})) {
     step.request->Finish(step.shard, CS_CLOSED);
-    Arrive(step.request);
+    Arrive(step);
   }
 }
 
 void DumpQueue::Run(Step step) {
   Request& request = *step.request;
   if (step.tries == 0 && !request.Begin(step.shard, /*touches=*/false)) {
-    return Arrive(step.request);
+    return Arrive(step);
   }
   if (step.tries++ >= kTries) return WriteThrough(step);
   const Claim claim = core_.slots().ClaimForDump(request.batch().blocks[step.shard]);
@@ -70,10 +79,13 @@ void DumpQueue::Run(Step step) {
     case Claim::kReady:
       core_.counters().dump_existing.fetch_add(1, std::memory_order_relaxed);
       request.Finish(step.shard, CS_OK);
-      return Arrive(step.request);
-    case Claim::kLoading:  // joins its outcome
-      return core_.waits().Add(
-          claim.ref, [this, step](bool in_time) { in_time ? Queue(step) : WriteThrough(step); });
+      return Arrive(step);
+    case Claim::kLoading: {  // joins its outcome
+      const auto group = std::exchange(step.group, std::make_shared<Group>(1));
+      core_.waits().Add(claim.ref,
+                        [this, step](bool in_time) { in_time ? Queue(step) : WriteThrough(step); });
+      return Leave(step.request, *group);
+    }
     case Claim::kClaimed:
       return GatherInto(step, claim.ref);
     case Claim::kNoSlot:
@@ -98,39 +110,41 @@ void DumpQueue::GatherInto(const Step& step, SlotRef ref) {
     if (!request.StopTouching(step.shard)) code = CS_TIMEOUT;
   }
   if (code == CS_OK) {
-    Call& call = DumpOf(request);
-    const std::lock_guard lock(call.mutex);
-    call.gathered.push_back({step.shard, ref, checksum});
+    const std::lock_guard lock(step.group->mutex);
+    step.group->gathered.push_back({step.shard, ref, checksum});
   } else {
     core_.Fail(ref, code);
     request.Finish(step.shard, code);
   }
-  Arrive(step.request);
+  Arrive(step);
 }
 
 void DumpQueue::WriteThrough(const Step& step) {
   {
-    Call& call = DumpOf(*step.request);
-    const std::lock_guard lock(call.mutex);
-    call.through.push_back(step.shard);
+    const std::lock_guard lock(step.group->mutex);
+    step.group->through.push_back(step.shard);
   }
-  Arrive(step.request);
+  Arrive(step);
 }
 
-void DumpQueue::Arrive(const std::shared_ptr<Request>& request) {
-  if (DumpOf(*request).on_their_way.fetch_sub(1, std::memory_order_acq_rel) == 1) {
-    StoreGathered(request);
-    WriteRest(request);
-    // A request's first block is the one used last.
-    const Batch& batch = request->batch();
-    core_.slots().Touch(batch.blocks, batch.parent ? &*batch.parent : nullptr);
-  }
+void DumpQueue::Arrive(const Step& step) {
+  Leave(step.request, *step.group);
+  if (DumpOf(*step.request).on_their_way.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+  // A request's first block is the one used last.
+  const Batch& batch = step.request->batch();
+  core_.slots().Touch(batch.blocks, batch.parent ? &*batch.parent : nullptr);
 }
 
-void DumpQueue::StoreGathered(const std::shared_ptr<Request>& request) {
-  std::vector<Call::Gathered> live;
+void DumpQueue::Leave(const std::shared_ptr<Request>& request, Group& group) {
+  if (group.on_their_way.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+  StoreGathered(request, group);
+  WriteRest(request, group);
+}
+
+void DumpQueue::StoreGathered(const std::shared_ptr<Request>& request, const Group& group) {
+  std::vector<Group::Gathered> live;
   std::vector<SlotRef> slots;
-  for (const Call::Gathered& each : DumpOf(*request).gathered) {
+  for (const Group::Gathered& each : group.gathered) {
     // From here on Cancel waits for us: a dump whose waiter was failed before
     // is not published, and one that is published doesn't fail its waiter.
     if (request->StartTouching(each.shard)) {
@@ -142,7 +156,7 @@ void DumpQueue::StoreGathered(const std::shared_ptr<Request>& request) {
   }
   if (live.empty()) return;
   const Call& call = DumpOf(*request);
-  for (const Call::Gathered& each : live) {
+  for (const Group::Gathered& each : live) {
     core_.PublishDump(each.ref, each.checksum, call.epoch);
   }
   const Status started = core_.StoreOnce(slots, call.epoch_below);
@@ -151,15 +165,15 @@ void DumpQueue::StoreGathered(const std::shared_ptr<Request>& request) {
   } else {
     core_.counters().dump_cached.fetch_add(live.size(), std::memory_order_relaxed);
   }
-  for (const Call::Gathered& each : live) request->Finish(each.shard, started.code());
+  for (const Group::Gathered& each : live) request->Finish(each.shard, started.code());
 }
 
-void DumpQueue::WriteRest(const std::shared_ptr<Request>& request) {
+void DumpQueue::WriteRest(const std::shared_ptr<Request>& request, const Group& group) {
   std::vector<size_t> shards;
   Batch batch;
   batch.tensors = request->batch().tensors;
   batch.epoch = DumpOf(*request).epoch_below;
-  for (const size_t shard : DumpOf(*request).through) {
+  for (const size_t shard : group.through) {
     if (!request->StartTouching(shard)) continue;
     const auto tensors = request->batch().tensors_of(shard);
     shards.push_back(shard);

@@ -4,6 +4,10 @@
 // completes the waiter, who doesn't wait for the storage. What gets no slot is
 // written through, and waited for. It coordinates only, as LoadQueue does.
 //
+// A shard whose block somebody else is filling waits for that by itself: the
+// rest of its request doesn't, since their slots would be held meanwhile, and
+// the one it waits for may be among them, or held by one that waits for ours.
+//
 // Thread-safe.
 #ifndef CACHESTORE_CACHE_DUMP_QUEUE_H_
 #define CACHESTORE_CACHE_DUMP_QUEUE_H_
@@ -29,9 +33,11 @@ class DumpQueue {
 
  private:
   struct Call;
+  struct Group;
   struct Step {
     std::shared_ptr<Request> request;
     size_t shard;
+    std::shared_ptr<Group> group;
     int tries = 0;
   };
 
@@ -40,9 +46,10 @@ class DumpQueue {
   void Run(Step step);
   void GatherInto(const Step& step, SlotRef ref);
   void WriteThrough(const Step& step);
-  void Arrive(const std::shared_ptr<Request>& request);
-  void StoreGathered(const std::shared_ptr<Request>& request);
-  void WriteRest(const std::shared_ptr<Request>& request);
+  void Arrive(const Step& step);
+  void Leave(const std::shared_ptr<Request>& request, Group& group);
+  void StoreGathered(const std::shared_ptr<Request>& request, const Group& group);
+  void WriteRest(const std::shared_ptr<Request>& request, const Group& group);
 
   CacheCore& core_;
   HostCopyExecutor& executor_;
