@@ -30,7 +30,7 @@ help: ## this list
 
 setup: $(DONE)/package ## create .venv and install SGLang, the rig and this package into it
 
-demo: setup ## the real SGLang server stores and restores KV pages (about two minutes)
+demo: setup ## the real SGLang server stores and restores KV pages (about three minutes)
 	@PYTHONPATH=tests $(RUN) -m rig.demo $(DEMO)
 
 test: lint native-test ## all set-up, then every test that fits a short run

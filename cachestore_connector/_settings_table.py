@@ -152,9 +152,9 @@ class Config:
         Number(2**20, nullable=True),
         None,
         "Cache|Posix: size of the buffer, all of it reserved at attach; who joins a shared one "
-        "takes the size that is there. Left out, it is half of the shared memory that is free "
-        "(of the memory that is free, for a private one), and a private one where that can't be "
-        "had.",
+        "takes the size that is there. Left out, it is half of the shared memory that is free; "
+        "where that has no room for 128 pages, the buffer is private, with a warning. A private "
+        "one takes a sixteenth of the memory that is free.",
         "Set it in production, to what the host has to spare; a size that doesn't fit is refused.",
         unit="GiB, of 2**30 bytes",
     )
