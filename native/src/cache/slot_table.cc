@@ -140,6 +140,16 @@ void WakeWaiters(Region& region, SlotEntry& entry) {
   entry.waiters = 0;
 }
 
+// Takes a listed slot from its block. It is free at once, or, while somebody
+// reads it, the first to be replaced.
+void Discard(Region& region, uint32_t slot) {
+  Remove(region, region.header().used, slot);
+  if (!IsPinned(region, slot)) return Release(region, slot);
+  Unlink(region, slot);
+  region.slot(slot).orphan = 1;
+  Prepend(region, region.header().used, slot);
+}
+
 // Lists a slot that has just become replaceable; what is of no more use first.
 void Settle(Region& region, uint32_t slot) {
   const SlotEntry& entry = region.slot(slot);
@@ -187,7 +197,6 @@ Claim SlotTable::ClaimFree(const BlockId& block, bool for_load) {
 Claim SlotTable::ClaimForLoad(const BlockId& block, uint32_t worker, bool accept_failed) {
   const Region::Lock lock(region_);
   if (!lock.ok()) return {};
-  RegionHeader& h = region_.header();
   const uint32_t slot = Find(region_, block);
   if (slot != kNone) {
     SlotEntry& entry = region_.slot(slot);
@@ -202,8 +211,7 @@ Claim SlotTable::ClaimForLoad(const BlockId& block, uint32_t worker, bool accept
         return {Claim::kLoading, ref, CS_OK};
       case SlotState::kFailed:
         if (accept_failed) return {Claim::kFailed, ref, static_cast<Code>(entry.code)};
-        Remove(region_, h.used, slot);
-        Release(region_, slot);
+        Discard(region_, slot);
         break;
       case SlotState::kFree:
         break;  // can't be found
@@ -227,8 +235,7 @@ Claim SlotTable::ClaimForDump(const BlockId& block) {
         entry.waiters |= uint64_t{1} << region_.self();
         return {Claim::kLoading, ref, CS_OK};
       case SlotState::kFailed:
-        Remove(region_, h.used, slot);
-        Release(region_, slot);
+        Discard(region_, slot);
         break;
       case SlotState::kFree:
         break;
@@ -385,14 +392,11 @@ bool SlotTable::Clear(uint64_t latest_clear) {
   for (uint32_t slot = 0; slot < region_.slot_count(); ++slot) {
     SlotEntry& entry = region_.slot(slot);
     if (StateOf(entry) == SlotState::kFree || entry.orphan != 0) continue;
-    const bool listed = IsListed(entry);
-    if (listed) Remove(region_, h.used, slot);
-    if (listed && !IsPinned(region_, slot)) {
-      Release(region_, slot);
+    if (IsListed(entry)) {
+      Discard(region_, slot);
     } else {
       Unlink(region_, slot);
       entry.orphan = 1;
-      Settle(region_, slot);
     }
   }
   return true;
