@@ -157,7 +157,11 @@ void WaitList::Run() {
       for (const auto& action : due) action();
     }
     std::erase_if(again, [](const auto& attempt) { return attempt(); });
-    if (closed) return;
+    if (closed) {
+      // And those that came between the look at the waits and the one at `closed_`.
+      for (Wait& wait : TakeEnded(now)) wait.resume(!slots_.IsLoading(wait.ref));
+      return;
+    }
     if (waiting && now >= next_liveness) {
       reclaim_();
       next_liveness = now + kLiveness;
