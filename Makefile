@@ -40,10 +40,10 @@ test: lint native-test ## all set-up, then every test that fits a short run
 soak: setup native-soak ## the tests that take longer
 	$(RUN) -m pytest -m soak
 
-bench: setup ## side by side with SGLang's file backend and the raw limit
+bench: setup ## side by side with SGLang's file backend, the raw limits and LRU (BENCH='--quick')
 	@# Appended to sys.path: the repository's benchmarks, but the installed package.
 	@$(RUN) -c "import runpy, sys; sys.path.append('.'); \
-	    runpy.run_module('benchmarks', run_name='__main__', alter_sys=True)"
+	    runpy.run_module('benchmarks', run_name='__main__', alter_sys=True)" $(BENCH)
 
 lint: setup ## ruff and clang-format, changing nothing
 	@echo "[lint] ruff, clang-format"

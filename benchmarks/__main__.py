@@ -10,7 +10,7 @@ _ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path[:] = [path for path in sys.path if pathlib.Path(path).resolve() != _ROOT]
 sys.path.append(str(_ROOT))
 
-from benchmarks.runner import main  # noqa: E402
+from benchmarks.command import main  # noqa: E402
 
 if __name__ == "__main__":
     sys.exit(main())

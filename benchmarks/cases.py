@@ -1,10 +1,12 @@
-"""The cases: which pages, how many, and where they are stored."""
+"""The cases: which pages, how many, and where they are. Imports neither SGLang nor torch."""
 
 from __future__ import annotations
 
 import dataclasses
 import fnmatch
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Iterable, Sequence
+from typing import Protocol, TypeVar
 
 PAGE_TOKENS = 64
 _ITEM_BYTES = 2  # bfloat16
@@ -63,6 +65,63 @@ class Case:
         return dataclasses.replace(self, pages=min(self.pages, 8))
 
 
+@dataclasses.dataclass(frozen=True)
+class CacheCase:
+    """``pages`` pages of ``model`` between the host pool and the cache, by ``workers`` threads."""
+
+    title: str
+    model: Model
+    pages: int
+    workers: int
+    direct = False
+
+    @property
+    def name(self) -> str:
+        """As in ``cache-1MiB-w2``."""
+        return f"cache-{self.title}-w{self.workers}"
+
+    @property
+    def payload(self) -> int:
+        """Bytes that one dump or load moves."""
+        return self.pages * self.model.page_bytes
+
+    def with_pages(self, pages: int) -> CacheCase:
+        """The same, and the same name, with another number of pages."""
+        return dataclasses.replace(self, pages=pages)
+
+    def quick(self) -> CacheCase:
+        """The same with few pages."""
+        return self.with_pages(min(self.pages, 8))
+
+
+@dataclasses.dataclass(frozen=True)
+class ColdCase:
+    """``ranks`` processes that share a buffer load the same ``pages`` pages, none of them in it."""
+
+    title: str
+    model: Model
+    pages: int
+    ranks: int
+
+    @property
+    def name(self) -> str:
+        """As in ``mla-cold-8proc``."""
+        return f"{self.title}-cold-{self.ranks}proc"
+
+    @property
+    def payload(self) -> int:
+        """Bytes that one process loads."""
+        return self.pages * self.model.page_bytes
+
+    def with_pages(self, pages: int) -> ColdCase:
+        """The same, and the same name, with another number of pages."""
+        return dataclasses.replace(self, pages=pages)
+
+    def quick(self) -> ColdCase:
+        """The same with few pages."""
+        return self.with_pages(min(self.pages, 8))
+
+
 CASES = (
     Case("shm", MHA_1MIB, 128),
     Case("shm", MHA_64KIB, 1024),
@@ -71,19 +130,41 @@ CASES = (
     Case("disk", MLA_61, 64),
     Case("disk", MHA_1MIB, 128, direct=True),
 )
+CACHE_CASES = tuple(
+    CacheCase(title, model, pages, workers)
+    for title, model, pages in (("1MiB", MHA_1MIB, 128), ("4.4MiB", MLA_61, 64))
+    for workers in (1, 2, 4)
+)
+COLD_CASES = (ColdCase("mla", MLA_61, 128, 8),)
 
 
-def select(patterns: Sequence[str]) -> tuple[Case, ...]:
-    """The cases whose name matches one of the glob ``patterns``; without any, all of them.
+class Named(Protocol):
+    """Anything with a name to select it by."""
+
+    @property
+    def name(self) -> str: ...  # noqa: D102
+
+
+_Any = TypeVar("_Any", bound=Named)
+
+
+def select(patterns: Sequence[str], cases: Iterable[_Any]) -> tuple[_Any, ...]:
+    """Those of ``cases`` whose name matches one of the glob ``patterns``; without any, all.
 
     Raises ValueError for a pattern that matches none.
     """
+    cases = tuple(cases)
     for pattern in patterns:
-        if not any(fnmatch.fnmatchcase(case.name, pattern) for case in CASES):
-            names = ", ".join(case.name for case in CASES)
+        if not any(fnmatch.fnmatchcase(case.name, pattern) for case in cases):
+            names = ", ".join(case.name for case in cases)
             raise ValueError(f"no case matches {pattern!r}; there are {names}")
     return tuple(
         case
-        for case in CASES
+        for case in cases
         if not patterns or any(fnmatch.fnmatchcase(case.name, pattern) for pattern in patterns)
     )
+
+
+def page_keys(label: str, count: int) -> list[str]:
+    """SHA-256 in hex, as SGLang's page keys are."""
+    return [hashlib.sha256(f"{label}/{number}".encode()).hexdigest() for number in range(count)]

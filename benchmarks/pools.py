@@ -16,7 +16,7 @@ from sglang.srt.mem_cache.pool_host.base import host_memory_budget_scope
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
-from .cases import PAGE_TOKENS, Case, Model
+from .cases import PAGE_TOKENS, CacheCase, Case, Model
 
 LAYOUT = "page_first_direct"
 _KV_LORA_RANK = 512
@@ -30,7 +30,7 @@ class HostPages:
     its tensors as writable uint8 arrays, in the order of ``get_page_buffer_meta``.
     """
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case | CacheCase) -> None:
         """Allocate and fill it: `pool_pages` pages."""
         self.pool = _host_pool(case.model, pool_pages(case))
         self._bytes = self.pool.kv_buffer.view(torch.uint8).numpy().reshape(-1)
@@ -77,7 +77,7 @@ class HostPages:
         ]
 
 
-def pool_pages(case: Case) -> int:
+def pool_pages(case: Case | CacheCase) -> int:
     """Pages of the host pool: two halves, and no fewer than SGLang's MLA pool can have.
 
     (Its per-layer views of this layout take one page for each layer.)

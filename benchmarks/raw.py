@@ -11,43 +11,22 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-import pathlib
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Sequence
 from typing import Any
 
+from . import compiled
+from .copy_limit import io_vectors
 from .pools import HostPages
 
 THREADS = (1, 2, 4, 8)
-_SOURCE = pathlib.Path(__file__).with_name("raw_probe.cc")
 _DIRECTORIES = 8  # so that creating files at once doesn't queue for one directory
-
-
-class CompilerMissing(RuntimeError):
-    """There is no C++ compiler, or it can't compile the probe."""
 
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
-    if compiler is None:
-        raise CompilerMissing("no C++ compiler is found")
-    with tempfile.TemporaryDirectory(prefix="cachestore-bench-") as directory:
-        built = os.path.join(directory, "raw_probe.so")
-        options = ["-O2", "-std=c++17", "-shared", "-fPIC", "-pthread"]
-        command = [*compiler.split(), *options, "-o", built, str(_SOURCE)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode != 0:
-            raise CompilerMissing(f"{compiler} can't compile {_SOURCE.name}:\n{done.stderr}")
-        library = ctypes.CDLL(built)  # stays mapped when the file is gone
+    library = compiled.shared_library([compiled.HERE / "raw_probe.cc"])
     library.cs_raw_lookup.restype = ctypes.c_size_t
     return library
-
-
-class _IoVector(ctypes.Structure):
-    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
 
 class RawProbe:
@@ -59,8 +38,8 @@ class RawProbe:
         """Make the directories, describe the pool's memory. Raises `CompilerMissing`."""
         self.variant = f"{threads} threads, {'O_DIRECT' if direct else 'buffered'}"
         self._library = _library()
-        self._sources = _vectors(pages.source_tensors)
-        self._targets = _vectors(pages.target_tensors)
+        self._sources = io_vectors(pages.source_tensors)
+        self._targets = io_vectors(pages.target_tensors)
         self._parts = len(pages.source_tensors[0])
         self._page_bytes = sum(len(tensor) for tensor in pages.source_tensors[0])
         self._flags = os.O_DIRECT if direct else 0
@@ -111,11 +90,6 @@ class RawProbe:
         if error:
             raise OSError(error, os.strerror(error))
         return len(keys)
-
-
-def _vectors(pages: Sequence[Sequence[Any]]) -> Any:
-    flat = [_IoVector(tensor.ctypes.data, len(tensor)) for page in pages for tensor in page]
-    return (_IoVector * len(flat))(*flat)
 
 
 def variants(

@@ -9,12 +9,19 @@ import os
 import pathlib
 import platform
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 GB_PER_S = "GB/s"
 US_PER_KEY = "us/key"
 ABSENT = "-absent"
+_UNITS = {
+    "lookup": US_PER_KEY,
+    "storage_reads_per_page": "reads/page",
+    "wall_over_copies": "ratio",
+    "hit_rate": "hits/block",
+}
+_PEERS = {"sglang-file": "x file", "raw": "x raw", "memcpy": "x memcpy", "streaming": "x streaming"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,11 +47,31 @@ class Expectation:
     factor: float
 
 
+@dataclasses.dataclass(frozen=True)
+class Bound:
+    """``op`` of ``case`` is at most ``most``: in the median, or in every round."""
+
+    case: str
+    op: str
+    most: float
+    always: bool = False
+
+
 EXPECTATIONS = (
     Expectation("shm-mha-1MiB-128", "dump", "sglang-file", 3.0),
     Expectation("shm-mha-1MiB-128", "load", "sglang-file", 1.5),
     Expectation("shm-mha-1MiB-128", "dump", "raw", 0.8),
     Expectation("shm-mha-1MiB-128", "load", "raw", 0.8),
+    *(
+        Expectation(case, op, peer, factor)
+        for case in ("cache-1MiB-w2", "cache-4.4MiB-w2")
+        for op in ("dump", "load")
+        for peer, factor in (("streaming", 0.9), ("memcpy", 1.3))
+    ),
+)
+BOUNDS = (
+    Bound("mla-cold-8proc", "storage_reads_per_page", 1.0, always=True),
+    Bound("mla-cold-8proc", "wall_over_copies", 1.3),
 )
 
 
@@ -54,8 +81,8 @@ def row(case: str, subject: str, op: str, samples: Sequence[float]) -> Row:
         case,
         subject,
         op,
-        US_PER_KEY if op == "lookup" else GB_PER_S,
-        *(round(f(samples), 3) for f in (statistics.median, min, max)),
+        _UNITS.get(op, GB_PER_S),
+        *(round(f(samples), 4 if op == "hit_rate" else 3) for f in (statistics.median, min, max)),
     )
 
 
@@ -78,18 +105,25 @@ def ratio(rows: Iterable[Row], case: str, op: str, peer: str) -> float | None:
 
 def table(rows: Sequence[Row]) -> str:
     """All rows as text; CacheStore's with how many times as fast as its peers it is."""
-    head = ("case", "op", "subject", "median", "min", "max", "", "x file", "x raw")
-    lines = [head]
+    measured = {row.subject for row in rows}
+    peers = [peer for peer in _PEERS if peer in measured]
+    lines = [
+        ("case", "op", "subject", "median", "min", "max", "", *(_PEERS[peer] for peer in peers))
+    ]
     for r in rows:
-        ratios = ["", ""]
+        ratios = [""] * len(peers)
         if r.subject == "cachestore":
-            pair = (ratio(rows, r.case, r.op, peer) for peer in ("sglang-file", "raw"))
+            pair = (ratio(rows, r.case, r.op, peer) for peer in peers)
             ratios = ["" if number is None else f"{number:.2f}" for number in pair]
         digits = 2 if r.unit == GB_PER_S or r.median >= 1 else 3
         figures = [f"{number:.{digits}f}" for number in (r.median, r.min, r.max)]
         lines.append((r.case, r.op, r.subject, *figures, r.unit, *ratios))
-    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
-    left = {0, 1, 2, 6}
+    return columns(lines, left={0, 1, 2, 6})
+
+
+def columns(lines: Sequence[Sequence[str]], left: Container[int]) -> str:
+    """Aligned, the first line underlined. ``left``: the columns that aren't figures."""
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     texts = [
         "  ".join(
             cell.ljust(width) if column in left else cell.rjust(width)
@@ -102,7 +136,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def verdicts(rows: Sequence[Row]) -> list[str]:
-    """A line for each of `EXPECTATIONS` that was measured: met or not, and by how much."""
+    """A line for each of `EXPECTATIONS` and `BOUNDS` that was measured: met or not, by how much."""
     lines = []
     for wanted in EXPECTATIONS:
         number = ratio(rows, wanted.case, wanted.op, wanted.peer)
@@ -112,6 +146,12 @@ def verdicts(rows: Sequence[Row]) -> list[str]:
                 f"expected {wanted.case} {wanted.op} >= {wanted.factor} x {wanted.peer}: "
                 f"{met} ({number:.2f})"
             )
+    for bound in BOUNDS:
+        for r in rows:
+            if (r.case, r.op) == (bound.case, bound.op):
+                number = r.max if bound.always else r.median
+                met = "met" if number <= bound.most else "NOT met"
+                lines.append(f"expected {r.case} {r.op} <= {bound.most}: {met} ({number:.2f})")
     return lines
 
 

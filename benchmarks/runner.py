@@ -9,37 +9,29 @@ subject's dump has left them: a load reads from the page cache, but for O_DIRECT
 
 from __future__ import annotations
 
-import argparse
 import collections
 import contextlib
 import dataclasses
 import gc
-import hashlib
-import logging
 import os
-import pathlib
 import shutil
-import signal
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import yaml
 from sglang.srt.mem_cache.hicache_storage import STORAGE_BATCH_SIZE
 
-from . import raw, report
-from .cases import Case, select
-from .pools import HostPages, pool_pages
+from . import compiled, raw, report
+from .cases import CacheCase, Case, page_keys
+from .pools import HostPages
 from .python_time import PythonTime
-from .subjects import NAMES, Subject, cachestore, sglang_file
+from .subjects import FILE_NAMES, NAMES, Subject, cachestore, sglang_file
 
 OPS = ("dump", "lookup", "load", "lookup" + report.ABSENT)
 _LOOKUP_REPEATS = 8
-_ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 Samples = dict[str, dict[str, dict[str, list[float]]]]  # op -> subject -> variant -> samples
 
@@ -68,25 +60,25 @@ def run_case(
     samples: Samples = {op: collections.defaultdict(dict) for op in OPS}
     cpu: Samples = {op: collections.defaultdict(dict) for op in OPS}
     with contextlib.ExitStack() as stack:
-        home = stack.enter_context(_temporary_directory(directory))
+        home = stack.enter_context(temporary_directory(directory))
         subjects = _subjects(case, pages, home, plan, say)
         for subject in subjects:
             stack.callback(subject.close)
         python = stack.enter_context(PythonTime()) if plan.profile else None
-        stack.enter_context(_one_torch_thread())
-        stack.enter_context(_no_garbage_collection())
+        stack.enter_context(one_torch_thread())
+        stack.enter_context(no_garbage_collection())
         for number in range(plan.rounds + 1):
             shift = number % len(subjects)
             for subject in subjects[shift:] + subjects[:shift]:
                 label = f"{case.name}/{subject.name}/{subject.variant}/{number}"
                 if number == 0:
                     _turn(subject, pages, label, case.pages, verify=True)
-                    _drop_pages(home, case)
+                    drop_pages(home, case)
                     if python is not None:
                         python.reset()
                     continue
                 spent = _turn(subject, pages, label, case.pages, verify=False)
-                _drop_pages(home, case)
+                drop_pages(home, case)
                 for op, (figure, on_cpu) in spent.items():
                     figure = figure if op.startswith("lookup") else case.payload / figure / 1e9
                     samples[op][subject.name].setdefault(subject.variant, []).append(figure)
@@ -107,7 +99,7 @@ def run_case(
                 say(f"{case.name}: best {name} {op}: {chosen}")
             full = case.name + (report.ABSENT if absent else "")
             rows.append(report.row(full, name, plain, variants[chosen]))
-    return sorted(rows, key=lambda r: (r.case, OPS.index(r.op), NAMES.index(r.subject)))
+    return sorted(rows, key=lambda r: (r.case, OPS.index(r.op), FILE_NAMES.index(r.subject)))
 
 
 def _subjects(
@@ -135,7 +127,7 @@ def _subjects(
                 direct=case.medium == "disk",
                 threads=plan.raw_threads,
             )
-        except raw.CompilerMissing as error:
+        except compiled.CompilerMissing as error:
             say(f"{case.name}: raw is skipped: {error}")
     if not subjects:
         raise ValueError(f"{case.name} has none of the subjects {', '.join(plan.subjects)}")
@@ -150,8 +142,8 @@ def _turn(
     The second number is seconds on a CPU, of all threads of this process.
     Absent keys come as one batch of SGLang's, of which a subject need look up only the first.
     """
-    keys = _keys(label, count)
-    absent = _keys(label + "/absent", min(count, STORAGE_BATCH_SIZE))
+    keys = page_keys(label, count)
+    absent = page_keys(label + "/absent", min(count, STORAGE_BATCH_SIZE))
     spent: dict[str, tuple[float, float]] = {}
 
     def timed(op: str, call: Callable[[Sequence[str]], int], keys: list[str], want: int) -> None:
@@ -182,11 +174,6 @@ def _turn(
     return spent
 
 
-def _keys(label: str, count: int) -> list[str]:
-    """SHA-256 in hex, as SGLang's page keys are."""
-    return [hashlib.sha256(f"{label}/{number}".encode()).hexdigest() for number in range(count)]
-
-
 def _latest(samples: Samples) -> str:
     """Dump and load of the round just ended, GB/s; of several variants the best one's."""
     names = dict.fromkeys(name for by_subject in samples.values() for name in by_subject)
@@ -207,7 +194,7 @@ def _cpu_summary(case: Case, samples: Samples, cpu: Samples) -> str:
     return "dump/load, CPU ms per GB: " + "  ".join(parts)
 
 
-def _drop_pages(home: str, case: Case) -> None:
+def drop_pages(home: str, case: Case | CacheCase) -> None:
     """Empty the stored pages, whoever's. Directories and small files stay, as in real use.
 
     The empty files go at the end of the case. An ext4 without a journal won't use a deleted inode
@@ -222,7 +209,8 @@ def _drop_pages(home: str, case: Case) -> None:
 
 
 @contextlib.contextmanager
-def _temporary_directory(parent: str) -> Iterator[str]:
+def temporary_directory(parent: str) -> Iterator[str]:
+    """A new directory in ``parent``, removed with what is in it."""
     path = tempfile.mkdtemp(prefix="cachestore-bench-", dir=parent)
     try:
         yield path
@@ -231,7 +219,7 @@ def _temporary_directory(parent: str) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def _one_torch_thread() -> Iterator[None]:
+def one_torch_thread() -> Iterator[None]:
     """As SGLang's scheduler process has it on a GPU (model_runner.py, ``load_model``).
 
     The copies of the generic path are torch's: with more threads they wait for each other on
@@ -246,7 +234,7 @@ def _one_torch_thread() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
+def no_garbage_collection() -> Iterator[None]:
     """A collection of what SGLang has imported takes long, and hits whoever's turn it is."""
     was_enabled = gc.isenabled()
     gc.collect()
@@ -256,123 +244,3 @@ def _no_garbage_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def _lacks_room(case: Case, directory: str) -> str | None:
-    """Why the case can't run here, if it can't."""
-    margin = 1 << 28
-    files = case.payload + margin
-    in_memory = pool_pages(case) + (case.pages if case.medium == "shm" else 0)
-    memory = in_memory * case.model.page_bytes + margin
-    with open("/proc/meminfo") as file:
-        found = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in file}
-    status = os.statvfs(directory)
-    free = status.f_bavail * status.f_frsize
-    if free < files:
-        return f"{free / 1e6:.0f} MB free for files, {files / 1e6:.0f} MB needed"
-    if found["MemAvailable"] < memory:
-        return f"{found['MemAvailable'] / 1e6:.0f} MB of memory, {memory / 1e6:.0f} MB needed"
-    return None
-
-
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks",
-        description="CacheStore side by side with SGLang's file backend and with the raw limit.",
-    )
-    parser.add_argument("--quick", action="store_true", help="few pages, 2 rounds: does it work?")
-    parser.add_argument("--case", action="append", default=[], help="name or glob; repeatable")
-    parser.add_argument("--rounds", type=int, help="rounds after the warm-up (default: 7)")
-    parser.add_argument("--subjects", default=",".join(NAMES), help="default: %(default)s")
-    parser.add_argument("--disk-dir", help="for the disk cases (default: $TMPDIR, else build/)")
-    parser.add_argument("--shm-dir", default="/dev/shm", help="for the shm cases")
-    parser.add_argument(
-        "--out",
-        type=pathlib.Path,
-        default=_ROOT / "benchmarks" / "results" / "latest.json",
-        help="default: benchmarks/results/latest.json",
-    )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="a setting of CacheStore's, to try it; repeatable",
-    )
-    parser.add_argument(
-        "--profile-python",
-        action="store_true",
-        help="CacheStore alone, and where its time in Python goes; writes no result",
-    )
-    options = parser.parse_args(arguments)
-    options.subjects = options.subjects.split(",")
-    if unknown := set(options.subjects) - set(NAMES):
-        parser.error(f"no such subject: {', '.join(sorted(unknown))}; {', '.join(NAMES)}")
-    if options.rounds is not None and options.rounds < 1:
-        parser.error("--rounds must be at least 1")
-    try:
-        options.cases = select(options.case)
-        options.settings = dict(_setting(text) for text in options.set)
-    except ValueError as error:
-        parser.error(str(error))
-    return options
-
-
-def _setting(text: str) -> tuple[str, Any]:
-    key, separator, value = text.partition("=")
-    if not separator:
-        raise ValueError(f"--set {text}: not of the form key=value")
-    return key, yaml.safe_load(value)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line. 1 if a subject gave a wrong result; slowness is no failure."""
-    options = _parse(arguments)
-    logging.disable(logging.INFO)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that directories are removed
-    plan = Plan(
-        subjects=["cachestore"] if options.profile_python else options.subjects,
-        rounds=options.rounds or (2 if options.quick else 7),
-        raw_threads=(2,) if options.quick else raw.THREADS,
-        settings=options.settings,
-        profile=options.profile_python,
-    )
-    disk = options.disk_dir or os.environ.get("TMPDIR") or str(_ROOT / "build")
-    if not options.disk_dir:
-        os.makedirs(disk, exist_ok=True)
-    directories = {"shm": options.shm_dir, "disk": disk}
-    kinds = {medium: report.filesystem(path) for medium, path in directories.items()}
-    _say("file systems: " + ", ".join(f"{medium} on {kind}" for medium, kind in kinds.items()))
-    rows: list[report.Row] = []
-    others = report.OtherProcesses()
-    try:
-        for case in options.cases:
-            case = case.quick() if options.quick else case
-            if case.direct and not set(plan.subjects) - {"sglang-file"}:
-                _say(f"{case.name}: skipped: sglang-file has no O_DIRECT")
-            elif lack := _lacks_room(case, directories[case.medium]):
-                _say(f"{case.name}: skipped: {lack}")
-            else:
-                rows += run_case(case, directories[case.medium], plan, _say)
-    except WrongResult as error:
-        _say(f"FAILED: {error}")
-        return 1
-    except KeyboardInterrupt:
-        _say("stopped; what was stored is removed")
-        return 130
-    print("\n" + report.table(rows) + "\n", flush=True)
-    for line in report.verdicts(rows):
-        print(line)
-    busy = others.share()
-    if busy > 0.1:
-        _say(f"other processes used {busy:.0%} of the CPUs meanwhile: figures are low and vary")
-    if not plan.profile:
-        machine = report.describe_machine(directories)
-        machine |= {"rounds": plan.rounds, "cpu_share_of_others": round(busy, 2)}
-        report.write(options.out, machine, rows)
-        _say(f"written: {options.out.name}")
-    return 0
-
-
-def _say(text: str) -> None:
-    print(f"[bench] {text}", flush=True)

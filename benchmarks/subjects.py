@@ -23,16 +23,19 @@ from sglang.srt.mem_cache.hicache_storage import (
 
 from cachestore_connector.backend import CacheStore
 
-from .cases import PAGE_TOKENS, Case
+from . import copy_limit
+from .cases import PAGE_TOKENS, CacheCase, Case
 from .pools import HostPages
 
-NAMES = ("cachestore", "sglang-file", "raw")
+FILE_NAMES = ("cachestore", "sglang-file", "raw")  # of the cases with files
+CACHE_NAMES = ("cachestore", copy_limit.MEMCPY, copy_limit.STREAMING)  # of those with a cache
+NAMES = (*FILE_NAMES, *CACHE_NAMES[1:], "lru")  # lru: of the request traces
 
 
 class Subject(Protocol):
     """Dumps the source pages under given keys, loads them into the target pages, looks them up.
 
-    ``name`` is one of `NAMES`; ``variant`` tells apart subjects of one name, of which the best
+    ``name`` is one of `FILE_NAMES`; ``variant`` tells apart subjects of one name, of which the best
     counts. Each call takes one key a page and answers how many pages, from the first on, went
     well or are there. ``prepare`` comes before it with the same keys, and isn't counted.
     """
@@ -129,12 +132,16 @@ class Backend:
 
 
 def cachestore(
-    case: Case, pages: HostPages, directory: str, settings: Mapping[str, Any]
+    case: Case | CacheCase, pages: HostPages, directory: str, settings: Mapping[str, Any]
 ) -> Backend:
-    """CacheStore with its defaults, but for ``settings`` (which win) and what the case asks for."""
+    """CacheStore with its defaults, but for ``settings`` (which win) and what the case asks for.
+
+    Without ``store_pipeline`` there it is Posix, for MLA too: most cases are of files.
+    """
     extra = {
         "storage_backends": [directory],
         "model_identity": "benchmark",
+        "store_pipeline": "Posix",
         "io_direct": case.direct,
         **settings,
     }
@@ -172,7 +179,7 @@ def sglang_file(case: Case, pages: HostPages, directory: str) -> Backend:
     )
 
 
-def _storage_config(case: Case, extra: dict[str, Any] | None) -> HiCacheStorageConfig:
+def _storage_config(case: Case | CacheCase, extra: dict[str, Any] | None) -> HiCacheStorageConfig:
     return HiCacheStorageConfig(
         tp_rank=0,
         tp_size=1,
