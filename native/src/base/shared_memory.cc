@@ -77,6 +77,11 @@ Status ReserveSharedFile(Fd fd, uint64_t size) {
   return Status::Ok();
 }
 
+Status RemoveSharedFile(Fd fd, const std::string& path) {
+  (void)RetryEintr([&] { return ftruncate(fd, 0); });
+  return Env::Real().Unlink(path);
+}
+
 Result<uint64_t> FreeBytes(const std::string& path) {
   struct statvfs st;
   if (RetryEintr([&] { return statvfs(path.c_str(), &st); }) != 0) {

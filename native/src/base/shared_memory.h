@@ -29,6 +29,9 @@ Result<SharedFileInfo> StatSharedFile(Fd fd);
 void CloseSharedFile(Fd fd);
 // Makes the file `size` bytes long and reserves all of its memory.
 Status ReserveSharedFile(Fd fd, uint64_t size);
+// Removes a file that nobody uses, and gives back its memory at once, though
+// somebody may have it open.
+Status RemoveSharedFile(Fd fd, const std::string& path);
 // Free bytes of the filesystem at `path`.
 Result<uint64_t> FreeBytes(const std::string& path);
 // What this process may still allocate: the least of the system's available

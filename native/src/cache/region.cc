@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "base/aligned_buffer.h"
+#include "base/fork.h"
 #include "base/shared_memory.h"
 
 namespace cachestore {
@@ -20,15 +21,14 @@ namespace {
 
 constexpr uint64_t kAttachByte = 0;
 constexpr uint64_t kProcessBytes = 16;  // process p's is this + p
+constexpr std::chrono::milliseconds kCleanerPatience{50};
 constexpr char kNamePrefix[] = "cachestore-region-";
 
 // Descriptors to close in a forked child, which may call nothing but
 // async-signal-safe functions: a fixed array, no lock.
 std::array<std::atomic<Fd>, 256> open_regions;
-std::atomic<uint32_t> forks{0};
 
 void InChild() {
-  forks.fetch_add(1);
   for (std::atomic<Fd>& entry : open_regions) {
     const Fd fd = entry.exchange(0);
     if (fd > 0) CloseSharedFile(fd);
@@ -146,11 +146,11 @@ Result<std::unique_ptr<Region>> Region::OpenShared(const RegionOptions& options,
       done = Attach(*region, options);
     } else if (now.value().size == 0) {
       done = Create(*region, options);
-      if (!done.ok()) (void)Env::Real().Unlink(path);
+      if (!done.ok()) (void)RemoveSharedFile(region->fd_, path);
     } else {
       // Left by processes that are all gone.
       if (Attach(*region, options).ok()) callbacks.recover(*region);
-      (void)Env::Real().Unlink(path);
+      (void)RemoveSharedFile(region->fd_, path);
       continue;
     }
     if (done.ok()) done = region->JoinProcesses(options.workers);
@@ -258,7 +258,7 @@ Status Region::MapWhole(uint64_t size) {
   if (!mapped.ok()) return mapped.status();
   memory_ = mapped.value();
   size_ = size;
-  forks_ = forks.load();
+  forks_ = ForkCount();
   KeepFromChildren(memory_, size_);
   return Status::Ok();
 }
@@ -302,7 +302,7 @@ void Region::Close() {
       }
     }
     if (locked && !IsLockedByOthers(fd_, kProcessBytes, kMaxProcesses) && SameFile(fd_, path_)) {
-      (void)Env::Real().Unlink(path_);
+      (void)RemoveSharedFile(fd_, path_);
     }
   }
   self_ = kNone;
@@ -324,10 +324,11 @@ int Region::RemoveAbandoned(const std::string& directory, const std::string& kee
     if (!opened.ok()) continue;
     const Fd fd = opened.value();
     const Result<SharedFileInfo> info = StatSharedFile(fd);
-    // The attach lock first: whoever is making it holds that.
-    if (info.ok() && info.value().is_ours && TryLockByte(fd, kAttachByte) &&
+    // The attach lock first: whoever is making it holds that. Another cleaner has
+    // it for a moment only, and then the room is there when we need it.
+    if (info.ok() && info.value().is_ours && LockWithin(fd, kAttachByte, kCleanerPatience) &&
         !IsLockedByOthers(fd, kProcessBytes, kMaxProcesses) && HasOurMagic(fd) &&
-        SameFile(fd, path) && Env::Real().Unlink(path).ok()) {
+        SameFile(fd, path) && RemoveSharedFile(fd, path).ok()) {
       ++removed;
     }
     CloseSharedFile(fd);
@@ -355,7 +356,7 @@ bool Region::IsAlive(uint32_t number) const {
   return number == self_ || (fd_ >= 0 && IsLockedByOthers(fd_, kProcessBytes + number, 1));
 }
 
-bool Region::IsInert() const { return memory_ != nullptr && forks_ != forks.load(); }
+bool Region::IsInert() const { return memory_ != nullptr && forks_ != ForkCount(); }
 
 bool Region::TakeMutex() {
   if (memory_ == nullptr || IsInert()) return false;

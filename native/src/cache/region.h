@@ -136,7 +136,7 @@ class Region {
   uint32_t self_ = kNone;
   bool created_ = false;
   std::string huge_pages_;
-  uint32_t forks_ = 0;  // how often this process was a forked child, at Open
+  uint32_t forks_ = 0;  // ForkCount at Open
 };
 
 }  // namespace cachestore

@@ -15,8 +15,17 @@
 namespace cachestore::test {
 namespace {
 
-// Of a setup, what tests of several processes vary; no path has a space.
-std::vector<std::string> Encode(const StoreSetup& setup) {
+// While `held` says so; bounded.
+void WaitWhile(const std::atomic<uint32_t>& held) {
+  const auto end = std::chrono::steady_clock::now() + kAnswerBound;
+  while (held.load() != 0 && std::chrono::steady_clock::now() < end) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+}
+
+}  // namespace
+
+std::vector<std::string> WordsOf(const StoreSetup& setup) {
   std::ostringstream text;
   text << setup.roots[0] << ' ' << setup.identity << ' ' << +setup.fingerprint << ' '
        << setup.share_buffer << ' ' << setup.buffer_directory << ' ' << setup.buffer_capacity << ' '
@@ -30,7 +39,7 @@ std::vector<std::string> Encode(const StoreSetup& setup) {
   return words;
 }
 
-StoreSetup Decode(const std::vector<std::string>& words, size_t from) {
+StoreSetup SetupOf(const std::vector<std::string>& words, size_t from) {
   std::string text;
   for (size_t i = from; i < words.size(); ++i) text += words[i] + ' ';
   std::istringstream in(text);
@@ -47,16 +56,6 @@ StoreSetup Decode(const std::vector<std::string>& words, size_t from) {
   for (uint64_t& size : setup.tensor_sizes) in >> size;
   return setup;
 }
-
-// While `held` says so; bounded.
-void WaitWhile(const std::atomic<uint32_t>& held) {
-  const auto end = std::chrono::steady_clock::now() + kAnswerBound;
-  while (held.load() != 0 && std::chrono::steady_clock::now() < end) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
-}
-
-}  // namespace
 
 StorageWatch::StorageWatch()
     : directory_(std::make_unique<TempDir>(SharedMemoryParent())),
@@ -181,7 +180,7 @@ StoreProcess::StoreProcess(const StoreSetup& setup, const StorageWatch& watch, b
     : process_(
           "Store",
           [&] {
-            std::vector<std::string> words = Encode(setup);
+            std::vector<std::string> words = WordsOf(setup);
             words.insert(words.begin(), watch.path());
             return words;
           }(),
@@ -400,7 +399,7 @@ class StoreRole {
 }  // namespace
 
 ROLE(Store) {
-  StoreRole role(Decode(arguments, 1), arguments.at(0));
+  StoreRole role(SetupOf(arguments, 1), arguments.at(0));
   while (const auto line = HearParent()) TellParent(role.Do(*line));
   return 0;
 }

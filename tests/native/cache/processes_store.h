@@ -61,6 +61,11 @@ class StorageWatch {
   Shared* shared_ = nullptr;
 };
 
+// A setup as arguments of a role, and back: what tests of several processes
+// vary. No path may have a space.
+std::vector<std::string> WordsOf(const StoreSetup& setup);
+StoreSetup SetupOf(const std::vector<std::string>& words, size_t from = 0);
+
 // What became of the pages of a load.
 struct Loaded {
   size_t right = 0;
