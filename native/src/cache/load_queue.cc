@@ -127,12 +127,17 @@ void LoadQueue::LoadDirect(const Step& step) {
 }
 
 void LoadQueue::End(const Step& step, Code code) {
-  if (!step.request->Finish(step.shard, code) || code != CS_OK) return;
+  if (code != CS_OK) {
+    (void)step.request->Finish(step.shard, code);
+    return;
+  }
   CacheCounters& counters = core_.counters();
-  (step.origin == Step::kHit      ? counters.hit
-   : step.origin == Step::kWaited ? counters.waited
-                                  : counters.loaded)
-      .fetch_add(1, std::memory_order_relaxed);
+  std::atomic<uint64_t>& counter = step.origin == Step::kHit      ? counters.hit
+                                   : step.origin == Step::kWaited ? counters.waited
+                                                                  : counters.loaded;
+  // Before the waiter knows, and taken back if it was faster.
+  counter.fetch_add(1, std::memory_order_relaxed);
+  if (!step.request->Finish(step.shard, code)) counter.fetch_sub(1, std::memory_order_relaxed);
 }
 
 }  // namespace cachestore

@@ -18,9 +18,9 @@ void DumpAndDie(Place& place, size_t first, size_t pages) {
   place.watch.HoldWrites(true);
   EXPECT_EQ(dumper.Dump(first, pages), pages);
   EXPECT_TRUE(place.watch.WaitWritesInside(1));
+  EXPECT_EQ(place.Stored(first, pages), 0u);
   dumper.Kill();
   place.watch.HoldWrites(false);
-  EXPECT_EQ(place.Stored(first, pages), 0u);
 }
 
 bool EventuallyStored(const Place& place, size_t first, size_t pages) {
@@ -125,8 +125,8 @@ TEST(Dirty, LeftByOneThatCouldNotStore) {
   StoreProcess leaver(place.setup, place.watch);
   place.watch.FailWritesOf(leaver.process().pid());
   EXPECT_EQ(leaver.Dump(0, kPages), kPages);
-  leaver.Close();
   EXPECT_EQ(place.Stored(0, kPages), 0u);
+  leaver.Close();
   EXPECT_EQ(survivor.Load(0, kPages).right, kPages);
   survivor.Close();
   EXPECT_EQ(place.Stored(0, kPages), kPages);
