@@ -4,10 +4,10 @@
 #include <sys/mount.h>
 
 #include <cerrno>
+#include <fstream>
 #include <vector>
 
 #include "cache/processes.h"
-#include "harness.h"
 
 namespace cachestore::test {
 
@@ -21,9 +21,23 @@ SmallTmpfs::~SmallTmpfs() {
   if (reason_.empty()) umount2(path_.c_str(), MNT_DETACH);
 }
 
+FakeMemory::FakeMemory(uint64_t kilobytes) {
+  const std::string path = directory_.path() + "/meminfo";
+  std::ofstream(path) << "MemTotal: " << kilobytes << " kB\nMemAvailable: " << kilobytes << " kB\n";
+  if (mount(path.c_str(), "/proc/meminfo", nullptr, MS_BIND, nullptr) != 0) {
+    reason_ = std::string("mounting over /proc/meminfo: ") + strerror(errno);
+  }
+}
+
+FakeMemory::~FakeMemory() {
+  if (reason_.empty()) umount2("/proc/meminfo", MNT_DETACH);
+}
+
 ROLE(MayMount) {
   const TempDir directory;
-  return SmallTmpfs(directory.path(), "size=1m").reason().empty() ? 0 : 3;
+  const SmallTmpfs tmpfs(directory.path(), "size=1m");
+  const FakeMemory memory(1);
+  return tmpfs.reason().empty() && memory.reason().empty() ? 0 : 3;
 }
 
 void RunIsolated(const std::string& role) {
@@ -35,7 +49,7 @@ void RunIsolated(const std::string& role) {
     EXPECT_EQ(process.WaitEnded(std::chrono::seconds(50)), 0);
     return;
   }
-  SKIP("neither unshare -m nor unshare -rm may mount a tmpfs here");
+  SKIP("neither unshare -m nor unshare -rm may mount what is needed here");
 }
 
 }  // namespace cachestore::test

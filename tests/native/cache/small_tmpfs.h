@@ -1,8 +1,11 @@
-// A tmpfs of a small size, in a mount namespace of the test's own (unshare -m).
+// A tmpfs of a small size, and a small memory, in a mount namespace of the test's own (unshare -m).
 #ifndef CACHESTORE_TESTS_CACHE_SMALL_TMPFS_H_
 #define CACHESTORE_TESTS_CACHE_SMALL_TMPFS_H_
 
+#include <cstdint>
 #include <string>
+
+#include "harness.h"
 
 namespace cachestore::test {
 
@@ -18,6 +21,21 @@ class SmallTmpfs {
 
  private:
   const std::string path_;
+  std::string reason_;
+};
+
+// Makes the kernel say that so little memory is available, likewise.
+class FakeMemory {
+ public:
+  explicit FakeMemory(uint64_t kilobytes);
+  ~FakeMemory();
+  FakeMemory(const FakeMemory&) = delete;
+  FakeMemory& operator=(const FakeMemory&) = delete;
+
+  const std::string& reason() const { return reason_; }  // "" if it does
+
+ private:
+  const TempDir directory_;
   std::string reason_;
 };
 
