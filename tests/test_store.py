@@ -25,6 +25,18 @@ def store(options):
     with_closing.close()
 
 
+@pytest.fixture
+def cache(tmp_path):
+    """Options of a Cache tier whose buffer lies in the test's directory."""
+    return {
+        "pipeline": "Cache|Posix",
+        "shard_size": 4096,
+        "block_size": 4096,
+        "cache_buffer_directory": str(tmp_path),
+        "cache_buffer_capacity": 1 << 20,
+    }
+
+
 def test_what_was_dumped_is_loaded(store):
     """Pinned: bytes and order, for more blocks than the queue is deep (300 over 128)."""
     source, target = Memory(300, [100, 37], seed=1), Memory(300, [100, 37])
@@ -188,6 +200,45 @@ def test_close_is_final_and_repeatable(options):
     for call in (lambda: store.lookup(b""), store.stats, store.events, store.clear):
         with pytest.raises(StoreClosed):
             call()
+
+
+def test_close_gives_the_last_counters_and_events(options):
+    """Pinned: what a close itself still does, and what it couldn't, is told; once."""
+    store = Store(options())
+    memory, ids = Memory(2, [100, 37], seed=14), block_ids(2)
+    store.dump(ids, memory.addresses(), memory.lengths())
+    counters, events = store.close()
+    assert (counters["dump_ok"], events) == (2, [])
+    assert store.close() == ({}, [])
+
+
+def test_a_close_stores_what_is_only_in_the_cache(options, cache):
+    """Pinned: counted when the close returns; what can't be stored in time is reported."""
+    store = Store(options(**cache))
+    memory, ids = Memory(50, [100, 37], seed=15), block_ids(50)
+    assert store.dump(ids, memory.addresses(), memory.lengths()) == [Code.OK] * 50
+    counters, _ = store.close()
+    assert counters["cache_stored"] == counters["storage_dumps"] == 50
+
+    store = Store(options(**cache, timeout_ms=300))
+    (identity,) = Path(options().storage_backends[0]).iterdir()
+    (identity / "blocks").rename(identity / "aside")
+    (identity / "blocks").write_text("in the way")
+    more = block_ids(50, "more")
+    assert store.dump(more, memory.addresses(), memory.lengths()) == [Code.OK] * 50
+    counters, events = store.close()
+    assert counters["cache_given_up"] == 50
+    assert any("only in the cache: 50 blocks" in event.text for event in events)
+
+
+def test_a_parent_is_an_id(store):
+    """Pinned: the block before the first one: 16 bytes, or none."""
+    memory, ids = Memory(2, [100, 37], seed=16), block_ids(2)
+    parent = block_ids(1, "parent")
+    assert store.dump(ids, memory.addresses(), memory.lengths(), parent) == [Code.OK] * 2
+    assert store.load(ids, memory.addresses(), memory.lengths(), parent) == [Code.OK] * 2
+    with pytest.raises(ValueError, match="parent_id has 15 bytes"):
+        store.load(ids, memory.addresses(), memory.lengths(), parent[:-1])
 
 
 def test_close_beside_busy_threads(options):

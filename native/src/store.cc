@@ -226,6 +226,7 @@ void Store::Shutdown() {
   }
   const auto deadline = Request::Clock::now() + std::min(timeout_, kClosePatience);
   for (const auto& request : unfinished) End(request, deadline, CS_CLOSED);
+  tier_->Drain();
 }
 
 void Store::Close() {

@@ -35,7 +35,7 @@ class Store {
   cs_stats Stats();
   std::optional<EventRing::Event> NextEvent() { return events_->Take(); }
 
-  // Refuses new calls and ends every accepted request.
+  // Refuses new calls, ends every accepted request, and has the tiers finish.
   void Shutdown();
   // Shutdown, then waits until no call is inside and joins the threads.
   void Close();

@@ -159,8 +159,8 @@ typedef struct {
   uint64_t cache_load_running;  /* now: shards that a copy worker has */
   uint64_t cache_dump_queued;
   uint64_t cache_dump_running;
-  uint64_t storage_loads;       /* shards read from the storage */
-  uint64_t storage_dumps;       /* shards written to it */
+  uint64_t storage_loads; /* shards read from the storage */
+  uint64_t storage_dumps; /* shards written to it */
 } cs_stats;
 
 /* Opens a store. On failure *out is null. Creates the directories it needs. */
@@ -203,9 +203,10 @@ const char* cs_last_error(void);
 uint32_t cs_crc32c(uint32_t seed, const void* data, size_t length);
 
 /* Stops accepting, fails what is queued, completes what is running (or, after a
- * few seconds, gives it up) and makes every cs_wait return. The handle stays
- * valid, so a binding can wait for its own threads to leave before cs_close.
- * A second call does nothing. */
+ * few seconds, gives it up) and makes every cs_wait return; then stores what is
+ * only in a cache, within timeout_ms. The handle stays valid, so a binding can
+ * wait for its own threads to leave, and take the last counters and events,
+ * before cs_close. A second call does nothing. */
 void cs_shutdown(cs_store* store);
 
 /* cs_shutdown, then joins the threads (one stuck in a hung filesystem is left

@@ -215,24 +215,23 @@ void CacheCore::EndStored(const std::vector<SlotRef>& slots, const std::vector<C
       again.push_back(slots[i]);
     }
   }
-  bool give_up = attempt + 1 >= kStoreAttempts;
   bool closing;
   {
     const std::lock_guard lock(mutex_);
     closing = finishing_;
-    give_up = give_up || closing;
-    storing_ -= slots.size() - (give_up ? 0 : again.size());
-    if (storing_ == 0) stored_.notify_all();
   }
-  if (again.empty()) return;
-  if (give_up) {
+  const bool give_up = closing || attempt + 1 >= kStoreAttempts;
+  if (give_up && !again.empty()) {
     counters_.given_up.fetch_add(again.size(), std::memory_order_relaxed);
     events_.Add(CS_EVENT_WARNING,
                 "not stored, and only in the cache: " + std::to_string(again.size()) + " blocks");
-    if (closing) return;  // they stay dirty, and are for other processes to store
-    for (const SlotRef ref : again) Clean(ref);
-    return;
+    if (!closing) {
+      for (const SlotRef ref : again) Clean(ref);
+    }  // else they stay dirty, and are for other processes to store
   }
+  // Last: whoever waits for it reads counters and events then.
+  Uncount(slots.size() - (give_up ? 0 : again.size()));
+  if (give_up || again.empty()) return;
   const auto pause = kFirstRetry * (1 << attempt);
   waits_->At(WaitList::Clock::now() + pause, [this, again, epoch, attempt] {
     Store(again, epoch, attempt + 1);

@@ -300,8 +300,8 @@ void CacheTier::Stop() {
   dumps_.Stop();
 }
 
-void CacheTier::Close() {
-  if (closed_.exchange(true)) return;
+void CacheTier::Drain() {
+  if (drained_.exchange(true)) return;
   (void)load_executor_.Stop(/*drain=*/true);
   (void)dump_executor_.Stop(/*drain=*/true);
   core_.Reclaim();  // we may be the last who can store what a dead process left
@@ -310,6 +310,11 @@ void CacheTier::Close() {
     events_->Add(CS_EVENT_WARNING, "closed with " + std::to_string(core_.storing()) +
                                        " blocks that could not be stored in time");
   }
+}
+
+void CacheTier::Close() {
+  Drain();
+  if (closed_.exchange(true)) return;
   core_.Close();
   below_->Stop();
   below_->Close();

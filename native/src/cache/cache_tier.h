@@ -52,6 +52,7 @@ class CacheTier final : public Tier {
   uint64_t LatestClear() const override { return below_->LatestClear(); }
   void AddStats(cs_stats& stats) const override;
   void Stop() override;
+  void Drain() override;
   void Close() override;
 
  private:
@@ -74,6 +75,7 @@ class CacheTier final : public Tier {
   DumpQueue dumps_;
   std::atomic<uint64_t> lookups_{0};
   std::atomic<uint64_t> lookup_hits_{0};
+  std::atomic<bool> drained_{false};
   std::atomic<bool> closed_{false};
 };
 

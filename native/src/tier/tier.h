@@ -49,6 +49,9 @@ class Tier {
   // Accepts nothing more; what is queued ends with CS_CLOSED, what is running
   // goes on.
   virtual void Stop() = 0;
+  // After Stop, and when every request has ended: finishes what goes on behind
+  // the callers' backs, within a limit of its own. Counters and events still work.
+  virtual void Drain() {}
   // After Stop, and when every request has ended: joins the threads.
   virtual void Close() = 0;
 };
