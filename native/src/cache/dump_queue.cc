@@ -9,6 +9,9 @@ namespace cachestore {
 namespace {
 
 constexpr int kTries = 3;
+// Of a slot that a dump gives up, whatever the reason: a load that waited for it
+// starts afresh, since the block may be in the tier below.
+constexpr Code kGivenUp = CS_CLOSED;
 
 }  // namespace
 
@@ -113,7 +116,7 @@ void DumpQueue::GatherInto(const Step& step, SlotRef ref) {
     const std::lock_guard lock(step.group->mutex);
     step.group->gathered.push_back({step.shard, ref, checksum});
   } else {
-    core_.Fail(ref, code);
+    core_.Fail(ref, kGivenUp);
     request.Finish(step.shard, code);
   }
   Arrive(step);
@@ -151,7 +154,7 @@ void DumpQueue::StoreGathered(const std::shared_ptr<Request>& request, const Gro
       live.push_back(each);
       slots.push_back(each.ref);
     } else {
-      core_.Fail(each.ref, CS_TIMEOUT);
+      core_.Fail(each.ref, kGivenUp);
     }
   }
   if (live.empty()) return;
@@ -161,7 +164,7 @@ void DumpQueue::StoreGathered(const std::shared_ptr<Request>& request, const Gro
   }
   const Status started = core_.StoreOnce(slots, call.epoch_below);
   if (!started.ok()) {
-    for (const SlotRef ref : slots) core_.Revoke(ref, started.code());
+    for (const SlotRef ref : slots) core_.Revoke(ref, kGivenUp);
   } else {
     core_.counters().dump_cached.fetch_add(live.size(), std::memory_order_relaxed);
   }

@@ -78,7 +78,7 @@ void LoadQueue::Run(Step step, size_t worker) {
       return LoadIntoSlot(std::move(step), claim.ref);
     case Claim::kFailed:
       if (claim.code != CS_CLOSED) return End(step, claim.code);
-      step.origin = Step::kHit;  // whoever loaded it died: start afresh
+      step.origin = Step::kHit;  // who loaded it died, or was a dump and gave up: start afresh
       ++step.tries;
       return Queue(std::move(step));
     case Claim::kNoSlot:
