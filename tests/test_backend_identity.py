@@ -54,8 +54,11 @@ def test_mla_ranks_share_and_stages_do_not(attach):
     assert other_size.batch_exists(names) == 0
 
 
-def test_updated_weights_end_the_use_of_what_is_stored(attach, caplog, monkeypatch):
+@pytest.mark.parametrize("kind", ["mha", "mla"])
+def test_updated_weights_end_the_use_of_what_is_stored(attach, caplog, monkeypatch, kind):
     """Pinned (F22): after an update in place nothing of the old weights is found, or mixed in.
+
+    Nor what is in a buffer: an MLA model's.
 
     A new attach needs a weight version, and is another identity with one.
     """
@@ -63,8 +66,9 @@ def test_updated_weights_end_the_use_of_what_is_stored(attach, caplog, monkeypat
     from cachestore_connector import weights
 
     monkeypatch.setattr(weights, "updates", 0)
-    pool = host_pools.mha_pool(fill=15)
-    backend = attach(pool)
+    make, is_mla = getattr(host_pools, f"{kind}_pool"), kind == "mla"
+    pool = make(fill=15)
+    backend = attach(pool, is_mla=is_mla)
     names = keys(2)
     backend.batch_set_v1(names, host_pools.indices(pool, [0, 1]))
     weights.count_update()
@@ -73,9 +77,9 @@ def test_updated_weights_end_the_use_of_what_is_stored(attach, caplog, monkeypat
     assert backend.batch_set_v1(keys(1, 5), host_pools.indices(pool, [0])) == [False]
     assert "weights were updated" in caplog.text
     with pytest.raises(ConfigError, match="weight_version = 'default'"):
-        attach(host_pools.mha_pool())
+        attach(make(), is_mla=is_mla)
     monkeypatch.setattr(module, "_weights_now", lambda: (1, "step-2"))
-    updated = attach(host_pools.mha_pool())
+    updated = attach(make(), is_mla=is_mla)
     assert updated.batch_exists(names) == 0
     assert updated.identity.manifest()["variant"] == {"weight_version": "step-2"}
 
