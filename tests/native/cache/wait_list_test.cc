@@ -159,6 +159,17 @@ TEST(WaitList, TimersRunInTheirOrder) {
   EXPECT_FALSE(late);
 }
 
+TEST(WaitList, TimersRunAtOnceWhereTheyAreHurried) {
+  Waiting waiting;
+  std::atomic<int> ran{0};
+  for (const int hours : {1, 2}) {
+    waiting.list->At(WaitList::Clock::now() + std::chrono::hours(hours), [&] { ++ran; });
+  }
+  EXPECT_EQ(ran.load(), 0);
+  waiting.list->Hurry();
+  EXPECT_TRUE(Eventually([&] { return ran == 2; }));
+}
+
 TEST(WaitList, ChangesAreTriedUntilTheySucceed) {
   Waiting waiting;
   std::atomic<int> tries{0};
