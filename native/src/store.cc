@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/fork.h"
 #include "pipeline/pipeline.h"
 
 namespace cachestore {
@@ -24,6 +25,7 @@ class Store::Call {
   enum class When { kOpen, kAlways };
 
   explicit Call(Store& store, When when = When::kOpen) : store_(store) {
+    if (store_.IsForked()) return;  // whoever had the mutex isn't here
     const std::lock_guard lock(store_.mutex_);
     inside_ = when == When::kAlways || !store_.closing_;
     if (inside_) ++store_.calls_inside_;
@@ -37,12 +39,14 @@ class Store::Call {
   }
 
   Status status() const {
-    return inside_ ? Status::Ok() : Status(CS_CLOSED, "the store is closed");
+    if (inside_) return Status::Ok();
+    return {CS_CLOSED, store_.IsForked() ? "the store was opened before this process was forked"
+                                         : "the store is closed"};
   }
 
  private:
   Store& store_;
-  bool inside_;
+  bool inside_ = false;
 };
 
 // A task between its entry into the table and the tier's answer.
@@ -80,7 +84,15 @@ Store::Store(std::unique_ptr<Tier> tier, Geometry geometry, std::shared_ptr<Even
     : tier_(std::move(tier)),
       geometry_(std::move(geometry)),
       events_(std::move(events)),
-      timeout_(timeout) {}
+      timeout_(timeout),
+      forks_(ForkCount()) {}
+
+Store::~Store() {
+  // The threads that it would join aren't here.
+  if (IsForked()) (void)tier_.release();
+}
+
+bool Store::IsForked() const { return forks_ != ForkCount(); }
 
 Status Store::Lookup(std::span<const BlockId> blocks, std::span<uint8_t> present) {
   const Call call(*this);
@@ -167,6 +179,7 @@ Status Store::Wait(cs_task task, std::chrono::milliseconds timeout, std::span<in
   const auto deadline = Request::Clock::now() + timeout;
   // Also while closing: the caller's memory is in use until the task has ended.
   const Call call(*this, Call::When::kAlways);
+  if (!call.status().ok()) return call.status();
   std::shared_ptr<Request> request;
   {
     const std::lock_guard lock(mutex_);
@@ -203,14 +216,20 @@ Status Store::Clear() {
 
 cs_stats Store::Stats() {
   cs_stats stats = {};
+  if (IsForked()) return stats;
   tier_->AddStats(stats);
   stats.dropped_events = events_->dropped();
   return stats;
 }
 
+std::optional<EventRing::Event> Store::NextEvent() {
+  return IsForked() ? std::nullopt : events_->Take();
+}
+
 void Store::Shutdown() {
   // Inside, for a Close that comes meanwhile.
   const Call call(*this, Call::When::kAlways);
+  if (!call.status().ok()) return;
   {
     const std::lock_guard lock(mutex_);
     if (std::exchange(closing_, true)) return;
@@ -230,6 +249,7 @@ void Store::Shutdown() {
 }
 
 void Store::Close() {
+  if (IsForked()) return;
   Shutdown();
   {
     std::unique_lock lock(mutex_);

@@ -1,6 +1,8 @@
 // Store: what a handle of the C interface stands for: a pipeline, the tasks
 // that are not waited for yet, and who is inside a call.
 //
+// In a forked child it is inert: every call fails, Close does nothing.
+//
 // Thread-safe; Close is the last call.
 #ifndef CACHESTORE_STORE_H_
 #define CACHESTORE_STORE_H_
@@ -25,6 +27,7 @@ namespace cachestore {
 class Store {
  public:
   static Result<std::unique_ptr<Store>> Open(const cs_config& config, Env& env);
+  ~Store();
 
   Status Lookup(std::span<const BlockId> blocks, std::span<uint8_t> present);
   Result<size_t> LookupPrefix(std::span<const BlockId> blocks);
@@ -33,7 +36,7 @@ class Store {
   Status Wait(cs_task task, std::chrono::milliseconds timeout, std::span<int32_t> results);
   Status Clear();
   cs_stats Stats();
-  std::optional<EventRing::Event> NextEvent() { return events_->Take(); }
+  std::optional<EventRing::Event> NextEvent();
 
   // Refuses new calls, ends every accepted request, and has the tiers finish.
   void Shutdown();
@@ -53,10 +56,13 @@ class Store {
   // Waits for a request to end by the deadline, then makes it end.
   void End(const std::shared_ptr<Request>& request, Request::Clock::time_point deadline, Code late);
 
-  const std::unique_ptr<Tier> tier_;
+  bool IsForked() const;
+
+  std::unique_ptr<Tier> tier_;  // the same for all of our life
   const Geometry geometry_;
   const std::shared_ptr<EventRing> events_;
   const std::chrono::milliseconds timeout_;
+  const uint32_t forks_;  // ForkCount at Open
 
   std::mutex mutex_;  // guards all below
   std::condition_variable call_over_;
