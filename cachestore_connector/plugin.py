@@ -55,6 +55,7 @@ def register() -> None:
     """Register the hooks; called by SGLang. One loud error, and no hook, if one doesn't fit."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    _install_async_load()
     misfits = [problem for target in _PARAMETERS if (problem := _misfit(target))]
     if misfits:
         logger.error("CacheStore: %s; %s", "; ".join(misfits), INSTEAD)
@@ -67,6 +68,16 @@ def register() -> None:
     HookRegistry.register(_ATTACH, _attach, HookType.AROUND)
     # SGLang drops what the old weights left in L1 and L2 here, and only there.
     HookRegistry.register(_WEIGHTS, _weights_updated, HookType.BEFORE)
+
+
+def _install_async_load() -> None:
+    """Set the hooks of the load-back thread; they are independent of the store and its hooks."""
+    try:
+        from .async_load.install import install
+
+        install()
+    except Exception:
+        logger.exception("CacheStore: load-backs are enqueued inline: the hooks can't be set")
 
 
 def _offer_choice(result: Any, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
