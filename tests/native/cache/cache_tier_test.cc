@@ -167,7 +167,7 @@ TEST(CacheTier, WhatIsReadyIsWhole) {
     ASSERT_TRUE(writer.Open());
     if (two_mappings) ASSERT_TRUE(reader.Open());
     CachedMock& reading = two_mappings ? reader : writer;
-    constexpr uint64_t kRounds = 120;
+    constexpr uint64_t kRounds = 40;
     std::atomic<uint64_t> dumping{0};
     std::atomic<uint64_t> loaded{0};
     std::thread dumper([&] {
@@ -212,12 +212,12 @@ TEST(CacheTier, NothingIsLeftOfAnyFailure) {
     ASSERT_TRUE(tiers[i]->Open());
   }
   for (const auto& each : tiers) {
-    const auto code = [random = std::make_shared<std::mt19937_64>(5)] {
-      constexpr Code kCodes[] = {CS_OK, CS_OK, CS_OK, CS_OK, CS_IO, CS_CORRUPT, CS_NO_SPACE};
-      return kCodes[(*random)() % std::size(kCodes)];
-    };
-    each->below->End(kLoad, [code](const BlockId&) { return code(); });
-    each->below->End(kDump, [code](const BlockId&) { return code(); });
+    for (const Direction direction : {kLoad, kDump}) {
+      each->below->End(direction, [random = std::make_shared<std::mt19937_64>(5)](const BlockId&) {
+        constexpr Code kCodes[] = {CS_OK, CS_OK, CS_OK, CS_OK, CS_IO, CS_CORRUPT, CS_NO_SPACE};
+        return kCodes[(*random)() % std::size(kCodes)];
+      });
+    }
   }
   std::atomic<bool> over{false};
   std::thread switches([&] {
@@ -237,7 +237,7 @@ TEST(CacheTier, NothingIsLeftOfAnyFailure) {
     threads.emplace_back([&, self] {
       CachedMock& cached = *tiers[self % 2];
       std::mt19937_64 random(self);
-      for (int round = 0; round < 120; ++round) {
+      for (int round = 0; round < 60; ++round) {
         const size_t n = 1 + random() % 8;
         Pages pages(setup, random() % 30, n);
         const bool dump = random() % 2 == 0;

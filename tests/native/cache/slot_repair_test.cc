@@ -89,7 +89,7 @@ void RandomHistory(uint64_t seed, uint32_t slots, bool with_repairs) {
     from.pop_back();
     return taken;
   };
-  for (int step = 0; step < 2500; ++step) {
+  for (int step = 0; step < 1500; ++step) {
     const BlockId block = IdOf(random() % kBlocks);
     const uint32_t worker = static_cast<uint32_t>(random() % kWorkers);
     switch (random() % 12) {
@@ -189,13 +189,13 @@ void RandomHistory(uint64_t seed, uint32_t slots, bool with_repairs) {
 
 TEST(SlotTable, AnyHistoryKeepsItsInvariants) {
   for (const uint32_t slots : {1, 3, 8, 20}) {
-    for (uint64_t seed = 0; seed < 3; ++seed) RandomHistory(seed, slots, false);
+    for (uint64_t seed = 0; seed < 2; ++seed) RandomHistory(seed, slots, false);
   }
 }
 
 TEST(SlotRepair, RebuildsAllFromStatesAndBlocks) {
   for (const uint32_t slots : {1, 3, 8, 20}) {
-    for (uint64_t seed = 0; seed < 3; ++seed) RandomHistory(100 + seed, slots, true);
+    for (uint64_t seed = 0; seed < 2; ++seed) RandomHistory(100 + seed, slots, true);
   }
 }
 
@@ -273,6 +273,9 @@ TEST(SlotRepair, HalfDoneChangesOfAState) {
 
 // Whoever dies with the mutex: the next one repairs, and goes on.
 TEST(SlotRepair, ComesWithTheMutexOfTheDead) {
+#ifdef __SANITIZE_THREAD__
+  SKIP("thread sanitizer knows no mutex whose owner has died");
+#endif
   FewSlotsTable few(4);
   Loaded(few.table, 1);
   std::thread([&] {

@@ -194,27 +194,42 @@ TEST(WaitList, ChangesAreTriedUntilTheySucceed) {
   EXPECT_EQ(never.load(), at_close);
 }
 
-// Every wait ends, whatever the thread is about when it is told to stop.
 TEST(WaitList, CloseEndsEveryWait) {
-  for (int round = 0; round < 300; ++round) {
-    Waiting waiting;
-    const Claim claim = waiting.Loading(1);
-    std::vector<std::atomic<int>> outcomes(6);
-    for (size_t i = 0; i < 3; ++i) waiting.Add(claim.ref, outcomes[i]);
-    std::atomic<bool> stop{false};
-    std::thread busy([&] {
-      while (!stop) waiting.list->At(WaitList::Clock::now(), [] {});
-    });
-    std::thread adder([&] {
-      for (size_t i = 3; i < 6; ++i) waiting.Add(claim.ref, outcomes[i]);
-    });
-    waiting.list->Close();
-    adder.join();
-    stop = true;
-    busy.join();
-    for (const auto& outcome : outcomes) EXPECT_EQ(outcome.load(), 2);
-    EXPECT_EQ(waiting.list->waiting(), 0u);
-  }
+  Waiting waiting;
+  const Claim claim = waiting.Loading(1);
+  std::vector<std::atomic<int>> outcomes(4);
+  for (auto& outcome : outcomes) waiting.Add(claim.ref, outcome);
+  waiting.list->Close();
+  for (const auto& outcome : outcomes) EXPECT_EQ(outcome.load(), 2);
+  EXPECT_EQ(waiting.list->waiting(), 0u);
+  std::atomic<int> late{0};
+  waiting.Add(claim.ref, late);
+  EXPECT_EQ(late.load(), 2);
+}
+
+// Also those that come between the thread's look at the waits and the one at
+// whether it is to end.
+TEST(WaitList, CloseEndsWaitsThatComeMeanwhile) {
+  Waiting waiting(milliseconds(20));
+  const Claim claim = waiting.Loading(1);
+  std::atomic<size_t> added{0};
+  std::atomic<size_t> ended{0};
+  waiting.list->Add(claim.ref, [&](bool) {
+    // On the list's thread, between the two: until the list is found closed.
+    const auto bound = WaitList::Clock::now() + kWaitBound;
+    for (bool closed = false; !closed && WaitList::Clock::now() < bound;) {
+      ++added;
+      const size_t before = ended;
+      waiting.list->Add(claim.ref, [&](bool in_time) {
+        EXPECT_FALSE(in_time);
+        ++ended;
+      });
+      closed = ended != before;
+    }
+  });
+  EXPECT_TRUE(Eventually([&] { return added > 0; }));
+  waiting.list->Close();
+  EXPECT_EQ(ended.load(), added.load());
 }
 
 TEST(WaitList, SleepsWhileThereIsNothingToDo) {
