@@ -16,6 +16,10 @@
 #include "base/fork.h"
 #include "base/shared_memory.h"
 
+#ifdef __SANITIZE_THREAD__
+#include <sanitizer/tsan_interface.h>
+#endif
+
 namespace cachestore {
 namespace {
 
@@ -372,6 +376,11 @@ bool Region::TakeMutex() {
   const int result = pthread_mutex_timedlock(&header().mutex, &until);
   stuck_.store(result == ETIMEDOUT, std::memory_order_relaxed);
   if (result == EOWNERDEAD) {
+#ifdef __SANITIZE_THREAD__
+    // Which doesn't know that this is a lock taken.
+    __tsan_mutex_pre_lock(&header().mutex, 0);
+    __tsan_mutex_post_lock(&header().mutex, 0, 0);
+#endif
     callbacks_.repair(*this);
     pthread_mutex_consistent(&header().mutex);
     return true;

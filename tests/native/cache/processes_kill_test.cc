@@ -76,13 +76,13 @@ TEST(Killed, InsideTheLock) {
   for (int damage = 0; damage < static_cast<int>(Damage::kCount); ++damage) {
     Place place;
     place.SetSlots(40);
-    place.Fill(0, 30);
-    const StoreProcesses processes = place.Start(3);
+    place.Fill(0, 20);
+    const StoreProcesses processes = place.Start(2);
     EXPECT_EQ(processes[1]->Load(0, 10).right, 10u);
     ASSERT_TRUE(processes[0]->TakeLock(static_cast<Damage>(damage)));
-    for (size_t i = 1; i < 3; ++i) processes[i]->StartLoad(0, 30);
+    processes[1]->StartLoad(0, 20);
     processes[0]->Kill();
-    ExpectAllRight(processes, 1, 30);
+    ExpectAllRight(processes, 1, 20);
     ExpectRecovered(place, *processes[1]);
   }
 }

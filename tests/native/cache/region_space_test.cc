@@ -29,10 +29,12 @@ void FillUp(const std::string& directory, uint64_t but = 0) {
   close(fd);
 }
 
-// A place on a tmpfs of 64 MiB.
+// A place on a tmpfs of 64 MiB, or so.
 struct SmallPlace : Place {
-  SmallPlace() { EXPECT_EQ(tmpfs.reason(), ""); }
-  SmallTmpfs tmpfs{shared.path(), "size=64m"};
+  explicit SmallPlace(const std::string& size = "64m") : tmpfs(shared.path(), "size=" + size) {
+    EXPECT_EQ(tmpfs.reason(), "");
+  }
+  SmallTmpfs tmpfs;
 };
 
 // Every slot is written and read.
@@ -65,8 +67,10 @@ ROLE(Automatic) {
   place.setup.tensor_sizes = {100000, 300};
   const StoreProcesses processes = place.Start(2);
   EXPECT_TRUE(Has(processes[0]->Events(), "cache buffer: shared"));
-  ExpectAllSlotsWork(place, *processes[0]);
+  EXPECT_GE(processes[0]->Stats().cache_slots, 128u);
+  EXPECT_EQ(processes[0]->Dump(0, 4), 4u);
   EXPECT_EQ(processes[1]->Load(0, 4).right, 4u);
+  EXPECT_EQ(processes[1]->Stats().cache_hit, 4u);
   return 0;
 }
 
@@ -123,9 +127,9 @@ ROLE(FilledInBetween) {
 
 // Afterwards no write into a slot can fail: SIGBUS would end the process.
 ROLE(FilledLater) {
-  SmallPlace place;
+  SmallPlace place("16m");
   place.setup.tensor_sizes = {60000, 300};
-  place.setup.buffer_capacity = 40 << 20;
+  place.setup.buffer_capacity = 10 << 20;
   const StoreProcesses processes = place.Start(2);
   FillUp(place.shared.path());
   EXPECT_EQ(FreeBytes(place.shared.path()).value(), 0u);
