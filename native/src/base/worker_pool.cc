@@ -2,6 +2,7 @@
 
 #include <pthread.h>
 #include <signal.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <condition_variable>
@@ -18,16 +19,18 @@ struct WorkerPool::State {
     std::shared_ptr<bool> ended;  // guarded by State::mutex
   };
 
-  State(std::string pool_name, size_t worker_count, Handler job_handler)
+  State(std::string pool_name, size_t worker_count, Handler job_handler, int added_nice)
       : name(std::move(pool_name)),
         workers(static_cast<int64_t>(worker_count)),
         max_stuck(4 * workers),
-        handler(std::move(job_handler)) {}
+        handler(std::move(job_handler)),
+        nice(added_nice) {}
 
   const std::string name;
   const int64_t workers;
   const int64_t max_stuck;
   const Handler handler;
+  const int nice;
 
   std::mutex mutex;  // guards all below
   std::condition_variable work;
@@ -46,6 +49,7 @@ struct WorkerPool::State {
 
 void WorkerPool::State::Run(const std::shared_ptr<State>& state,
                             const std::shared_ptr<bool>& ended) {
+  if (state->nice > 0) (void)::nice(state->nice);  // on Linux, the calling thread's
   Scratch scratch;
   std::unique_lock lock(state->mutex);
   for (;;) {
@@ -55,7 +59,9 @@ void WorkerPool::State::Run(const std::shared_ptr<State>& state,
     if (state->queue.empty()) break;  // closed
     Job job = std::move(state->queue.front());
     state->queue.pop_front();
+    const bool wake_next = !state->queue.empty() && state->idle > 0;
     lock.unlock();
+    if (wake_next) state->work.notify_one();
     const bool given_up = state->handler(job, scratch);
     job.owner.reset();
     lock.lock();
@@ -95,8 +101,8 @@ void WorkerPool::State::Start(const std::shared_ptr<State>& state) {
   ++state->alive;
 }
 
-WorkerPool::WorkerPool(std::string name, size_t workers, Handler handler)
-    : state_(std::make_shared<State>(std::move(name), workers, std::move(handler))) {
+WorkerPool::WorkerPool(std::string name, size_t workers, Handler handler, int nice)
+    : state_(std::make_shared<State>(std::move(name), workers, std::move(handler), nice)) {
   try {
     const std::lock_guard lock(state_->mutex);
     for (size_t i = 0; i < workers; ++i) State::Start(state_);
@@ -113,11 +119,9 @@ WorkerPool::~WorkerPool() {
 }
 
 bool WorkerPool::Submit(std::vector<Job> jobs) {
-  size_t wake = 0;
   {
     const std::lock_guard lock(state_->mutex);
     if (state_->closed || state_->alive <= state_->stuck) return false;
-    wake = std::min(jobs.size(), state_->idle);
     const size_t queued = state_->queue.size();
     try {
       for (Job& job : jobs) state_->queue.push_back(std::move(job));
@@ -126,7 +130,7 @@ bool WorkerPool::Submit(std::vector<Job> jobs) {
       throw;
     }
   }
-  for (; wake > 0; --wake) state_->work.notify_one();
+  state_->work.notify_one();
   return true;
 }
 

@@ -39,12 +39,15 @@ class WorkerPool {
   // counted this worker). Must keep alive whatever it uses.
   using Handler = std::function<bool(Job&, Scratch&)>;
 
-  // `name` is shown by ps and top, at most 15 characters. Throws
-  // std::system_error when the system has no thread for it.
-  WorkerPool(std::string name, size_t workers, Handler handler);
+  // `name` is shown by ps and top, at most 15 characters. `nice` is added to the
+  // threads' nice value: of work that nobody waits for. Throws std::system_error
+  // when the system has no thread for it.
+  WorkerPool(std::string name, size_t workers, Handler handler, int nice = 0);
   ~WorkerPool();  // Close and Join, jobs dropped
 
-  // Queues all jobs or none. False: stopped, or every worker is stuck.
+  // Queues all jobs or none, and wakes one worker, which wakes the next: the
+  // caller isn't kept from its CPU by all of them. False: stopped, or every
+  // worker is stuck.
   [[nodiscard]] bool Submit(std::vector<Job> jobs);
   // Drops the queued jobs of `owner`.
   void Remove(const void* owner);

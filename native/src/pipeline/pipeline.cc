@@ -60,8 +60,14 @@ Status CheckPosix(const cs_config& config) {
   return Status::Ok();
 }
 
+// Below a cache hardly anybody waits for a dump, only who got no slot. The rest
+// yields to whoever has something to do, first of all to the waiter that was
+// just told that its pages are in the cache.
+constexpr int kWriteBehindNice = 10;
+
 Result<std::unique_ptr<Tier>> OpenPosix(const cs_config& config, Env& env,
-                                        std::shared_ptr<EventRing> events, Geometry geometry) {
+                                        std::shared_ptr<EventRing> events, Geometry geometry,
+                                        int dump_nice) {
   if (Status checked = CheckPosix(config); !checked.ok()) return checked;
   PosixOptions options;
   options.roots.assign(config.storage_backends,
@@ -73,6 +79,7 @@ Result<std::unique_ptr<Tier>> OpenPosix(const cs_config& config, Env& env,
   options.geometry = std::move(geometry);
   options.load_workers = config.posix_load_worker_number;
   options.dump_workers = config.posix_dump_worker_number;
+  options.dump_nice = dump_nice;
   options.queue_depth = config.posix_queue_depth;
   options.direct = config.io_direct != 0;
   options.zero_copy = static_cast<cs_zero_copy>(config.posix_zero_copy);
@@ -149,13 +156,13 @@ Result<std::unique_ptr<Tier>> OpenPipeline(const cs_config& config, Env& env,
   if (!geometry.ok()) return geometry.status();
   const std::string spec = config.pipeline == nullptr ? "null" : config.pipeline;
   if (spec == "Posix") {
-    return OpenPosix(config, env, std::move(events), std::move(geometry.value()));
+    return OpenPosix(config, env, std::move(events), std::move(geometry.value()), 0);
   }
   if (spec == "Cache|Posix") {
     Result<CacheOptions> options = CacheOptionsOf(config, geometry.value());
     if (!options.ok()) return options.status();
     Result<std::unique_ptr<Tier>> posix =
-        OpenPosix(config, env, events, std::move(geometry.value()));
+        OpenPosix(config, env, events, std::move(geometry.value()), kWriteBehindNice);
     if (!posix.ok()) return posix;
     return CacheTier::Open(std::move(options.value()), std::move(posix.value()), std::move(events));
   }

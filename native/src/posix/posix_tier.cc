@@ -128,12 +128,14 @@ PosixTier::PosixTier(std::shared_ptr<Core> core, const PosixOptions& options)
                             [&] { core->io->Load(request, job.index, scratch); });
                    return request.left_behind(job.index);
                  }),
-      dump_pool_("cs-dump", options.dump_workers,
-                 [core = core_](WorkerPool::Job& job, WorkerPool::Scratch& scratch) {
-                   Request& request = *static_cast<Request*>(job.owner.get());
-                   core->io->Dump(request, job.index, scratch);
-                   return request.left_behind(job.index);
-                 }),
+      dump_pool_(
+          "cs-dump", options.dump_workers,
+          [core = core_](WorkerPool::Job& job, WorkerPool::Scratch& scratch) {
+            Request& request = *static_cast<Request*>(job.owner.get());
+            core->io->Dump(request, job.index, scratch);
+            return request.left_behind(job.index);
+          },
+          options.dump_nice),
       cleaning_pool_("cs-clean", 1, [core = core_](WorkerPool::Job& job, WorkerPool::Scratch&) {
         // What is left over is for the next time.
         (void)Thrown([&] {

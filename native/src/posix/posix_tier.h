@@ -28,6 +28,7 @@ struct PosixOptions {
   Geometry geometry;
   size_t load_workers = 1;
   size_t dump_workers = 1;
+  int dump_nice = 0;       // added to the dump workers' nice value
   size_t queue_depth = 1;  // shards queued + running, per direction
   bool direct = false;
   cs_zero_copy zero_copy = CS_ZERO_COPY_AUTO;

@@ -2,7 +2,9 @@
 
 #include <pthread.h>
 #include <signal.h>
+#include <sys/resource.h>
 
+#include <algorithm>
 #include <atomic>
 #include <mutex>
 
@@ -79,6 +81,28 @@ TEST(WorkerPool, WorkersAreNamedAndBlockSignals) {
   done.Open();
   EXPECT_TRUE(blocked.load());
   EXPECT_EQ(std::string(name.c_str()), "cs-test");
+}
+
+// Only the workers, not the thread that made them.
+TEST(WorkerPool, WorkersAreAsNiceAsAsked) {
+  const int own = getpriority(PRIO_PROCESS, 0);
+  for (const int nice : {0, 7}) {
+    Gate done;
+    std::atomic<int> value{-100};
+    WorkerPool pool(
+        "test", 1,
+        [&](Job&, Scratch&) {
+          value = getpriority(PRIO_PROCESS, 0);  // on Linux, the calling thread's
+          done.Pass();
+          return false;
+        },
+        nice);
+    ASSERT_TRUE(pool.Submit(Jobs(nullptr, 1)));
+    ASSERT_TRUE(done.WaitArrived(1));
+    done.Open();
+    EXPECT_EQ(value.load(), std::min(own + nice, 19));
+  }
+  EXPECT_EQ(getpriority(PRIO_PROCESS, 0), own);
 }
 
 TEST(WorkerPool, RemoveDropsOneOwnersQueuedJobs) {
