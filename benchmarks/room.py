@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pathlib
 from typing import TypeVar
 
 from .cases import CacheCase, Case, ColdCase
 from .pools import pool_pages
 
+_CGROUP = pathlib.Path("/sys/fs/cgroup")  # as seen in a container: its own
 _MARGIN = 1 << 28
 _FEWEST_PAGES = 8
 
@@ -62,4 +65,10 @@ def _needs(case: Case | CacheCase | ColdCase) -> tuple[int, int]:
 def _available_memory() -> int:
     with open("/proc/meminfo") as file:
         found = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in file}
-    return found["MemAvailable"]
+    available = found["MemAvailable"]
+    with contextlib.suppress(OSError, ValueError):  # no cgroup v2, or "max": no limit
+        limit, used = (
+            int((_CGROUP / name).read_text()) for name in ("memory.max", "memory.current")
+        )
+        available = min(available, limit - used)
+    return available
