@@ -83,6 +83,7 @@ def test_mla_ranks_read_each_page_once(
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(900)  # two starts of two ranks
 @pytest.mark.parametrize(("name", "count"), [("llama", 2 * PAGES), ("deepseek", PAGES)])
 def test_restart(name, count, serve, storage, prompt, computed, restored):
     """Pinned: the same after a restart; MLA ranks have one set of pages between them."""
@@ -99,6 +100,7 @@ def test_restart(name, count, serve, storage, prompt, computed, restored):
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(900)
 def test_mla_restart(serve, storage, prompt, computed, restored, new_log, counted):
     """Pinned: two ranks killed and started again find one buffer, and leave none when they end."""
     ids = prompt(PROMPT, seed=83)
