@@ -25,7 +25,6 @@ import weakref
 from typing import Any
 
 from sglang.srt.managers import cache_controller as sglang_controller
-from sglang.srt.mem_cache.l2_transfer import L2TransferEngine
 
 from .burst import BurstDoneEvent, LoadBurst
 from .waiting import wait_for
@@ -193,8 +192,7 @@ class HiCacheController:
             with sglang_controller.device_module.stream(h2d_stream):
                 producer_event.start_event.wait(h2d_stream)
                 moved = self._move_op_indices(op)
-                # Read on this stream, allocated on another: not to be reused before.
-                L2TransferEngine._record_stream([op, *(op.pool_transfers or ())], h2d_stream)
+                _keep_until_read([op, *(op.pool_transfers or ())], h2d_stream)
             if fence_event is not None:
                 h2d_stream.wait_event(fence_event)
         else:
@@ -314,6 +312,15 @@ def _goes_to_loader(controller: Any, producer_event: Any) -> bool:
         and controller.load_enqueue_thread is not None
         and getattr(producer_event, "async_enqueue", False) is True
     )
+
+
+def _keep_until_read(transfers: list, stream: Any) -> None:
+    """Indices are allocated on the compute stream: not to be reused before ``stream`` read them."""
+    for transfer in transfers:
+        indices = transfer.device_indices
+        kind = getattr(getattr(indices, "device", None), "type", None)
+        if kind in ("cuda", "xpu"):
+            indices.record_stream(stream)
 
 
 def _resolve(producer_event: Any, finish_event: Any) -> None:

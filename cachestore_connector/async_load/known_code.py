@@ -43,14 +43,13 @@ DIGESTS: dict[tuple[str, str], str] = {
     (_TREE, "UnifiedRadixCache.ready_to_load_host_cache"): "80fd407e99c2ecec",
     (_TREE, "UnifiedRadixCache.release_host_resources"): "860c51970de839a6",
     (_TREE, "UnifiedRadixCache.shutdown"): "9ad08230d539baf7",
-    (_ENGINE, "L2TransferEngine._record_stream"): "fe5db6bbc2f63fd0",
     (_ENGINE, "L2TransferEngine._submission"): "6a1f5ebd7878704b",
     (_ENGINE, "L2TransferEngine.submit_host_to_device"): "876a0b5d6dc6ae33",
 }
 
 
 def digest(module: str, path: str) -> str:
-    """The digest of a class's or function's source. Raises TypeError for another's wrapper of it."""
+    """The digest of a class's or function's source; TypeError for another's wrapper of it."""
     target = importlib.import_module(module)
     for name in path.split("."):
         target = inspect.getattr_static(target, name)

@@ -102,9 +102,11 @@ class LayerLoadingEvent:
             self._changed.notify_all()
 
     def enable_async_handshake(self) -> None:
-        """From now on wait for the flags; the slot has no burst."""
+        """From now on wait for flags; a slot that isn't armed has nothing to wait for."""
         with self._changed:
-            self.async_enqueue = True
+            if not self.async_enqueue:
+                self._recorded = [True] * self._num_layers
+                self.async_enqueue = True
 
     def disable_async_handshake(self) -> None:
         """Bursts are enqueued inline from now on: flags mean nothing, whoever waits goes on."""

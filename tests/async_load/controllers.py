@@ -69,11 +69,15 @@ class DeviceIndices:
     """Indices that the allocator writes on the compute stream; read earlier, they are garbage."""
 
     is_cuda = False
-    device = types.SimpleNamespace(type="cpu")
 
     def __init__(self, device, values):
         self._device, self._values = device, values
         self._written = device.default.operate(0.0)
+        self.device = types.SimpleNamespace(type="cuda")
+        self.kept_for = []
+
+    def record_stream(self, stream):
+        self.kept_for.append(stream)
 
     def __len__(self):
         return len(self._values)

@@ -67,6 +67,24 @@ def test_dropping_the_handshake_releases_everybody(event):
     event.wait(0)
 
 
+def test_turned_on_later_only_armed_slots_hold(hooked, device):
+    """Pinned: SGLang's decode batches go on waiting on the slot that their prefill had.
+
+    With bursts enqueued inline meanwhile its flags mean nothing until the slot is armed again.
+    """
+    event = hooked.LayerLoadingEvent(3)
+    event.complete(0)
+    event.enable_async_handshake()
+    event.wait(0)
+    event.wait(2)
+    event.rearm()
+    event.enable_async_handshake()
+    thread, _ = in_thread(event.wait, 2)
+    assert blocked(thread)
+    event.release_waiters()
+    assert ended(thread)
+
+
 def test_a_loader_that_is_gone_is_an_exception(event, monkeypatch):
     """Pinned: no forward hangs for a thread that doesn't exist any more; what it did counts."""
     event.rearm()

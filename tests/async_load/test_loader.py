@@ -136,6 +136,7 @@ def test_the_index_move_is_ordered_after_the_allocator(controller, device):
     one.start_loading()
     drained(one)
     assert seen == [[7, 8, 9]]
+    assert one.l2_transfer_engine.host_to_device_stream in indices.kept_for
 
 
 def test_the_fence_is_what_it_was_at_hand_over(controller, device):

@@ -112,6 +112,25 @@ def test_pages_do_not_move_while_a_burst_is_out(controller, tree, enabled):
     assert not one.has_inflight_device_transfers()
 
 
+@pytest.mark.parametrize("enabled", [True, False])
+def test_locks_are_given_back_after_the_copy(controller, device, tree, enabled):
+    """Pinned (F30): the host page and the device page stay locked until the device has copied."""
+    one = controller(enabled)
+    queue_load(one, 1)
+    one.start_loading()
+    one._drain_load_enqueue()
+    core = types.SimpleNamespace(write_back_duplicate_reclaim_digest=0)
+    this = tree(one, tree_core=core, _all_reduce=lambda tensor, op: None)
+    this.loading_check()
+    assert this.buffer_pipeline.finished == []
+    device.now = 2.9  # three layers of a second each
+    this.loading_check()
+    assert this.buffer_pipeline.finished == []
+    device.now = 3.0
+    this.loading_check()
+    assert this.buffer_pipeline.finished == [1]
+
+
 def test_a_rank_that_lags_waits_for_its_own_ack(controller, tree):
     """Pinned: rank 0 says two, and this rank's loader has none yet: no empty list is popped."""
     one = controller(True)

@@ -107,6 +107,7 @@ class Server:
         prefetch_policy: str = "wait_complete",
         max_total_tokens: int = 8192,
         hicache_ratio: float = 2,
+        hicache: bool = True,
         metrics: bool = True,
         ready_timeout: float = 240,
     ):
@@ -140,7 +141,9 @@ class Server:
             args["--hicache-storage-backend-extra-config"] = _config_text(extra_config)
         if served_model_name is not None:
             args["--served-model-name"] = served_model_name
-        flags = ["--skip-tokenizer-init", "--enable-hierarchical-cache", "--enable-cache-report"]
+        flags = ["--skip-tokenizer-init", "--enable-cache-report"]
+        if hicache:
+            flags.append("--enable-hierarchical-cache")
         flags.append("--sleep-on-idle")  # for 5 ms only, by the rig's plugin
         if tp > 1:
             flags.append("--disable-custom-all-reduce")

@@ -13,6 +13,8 @@ import sys
 import types
 from array import array
 
+import cachestore_rig_loads
+
 
 def install() -> None:
     """The entry point: SGLang calls it in each of its processes before it parses flags."""
@@ -25,6 +27,7 @@ def install() -> None:
     _stub_vllm()
     _disable_nccl()
     _rest_when_idle()
+    cachestore_rig_loads.install()
 
 
 def _keep_host_pages_unpinned() -> None:
