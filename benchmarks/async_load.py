@@ -52,7 +52,7 @@ class AsyncLoadCase:
         return f"async-load-{self.layers}x{self.pools}" + ("-gil" if self.gil else "")
 
     def quick(self) -> AsyncLoadCase:
-        """The same with shorter copies."""
+        """The same with shorter copies, of which nothing is expected."""
         return dataclasses.replace(self, seconds=0.0004)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from . import cache_copies, cold, raw, report, room, runner, traces
+from . import async_load, cache_copies, cold, raw, report, room, runner, traces
 from .cases import CACHE_CASES, CASES, COLD_CASES, CacheCase, Case, ColdCase, select
 from .compiled import CompilerMissing
 from .runner import Plan, WrongResult
@@ -30,7 +30,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "and of copies, and plain LRU.",
         epilog=textwrap.fill(
             "Cases: "
-            + ", ".join(case.name for case in (*CASES, *CACHE_CASES, *COLD_CASES))
+            + ", ".join(
+                case.name for case in (*CASES, *CACHE_CASES, *COLD_CASES, *async_load.CASES)
+            )
             + "; trace-<name>-<percent> for each request trace.",
             break_on_hyphens=False,
         ),
@@ -48,9 +50,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--subjects",
-        default=",".join(NAMES),
+        default=",".join((*NAMES, *async_load.SUBJECTS)),
         help=f"{', '.join(FILE_NAMES)} of files; {', '.join(CACHE_NAMES)} of copies; "
-        "cachestore, lru of traces (default: all)",
+        f"{', '.join(async_load.SUBJECTS)} of load-backs; cachestore, lru of traces (default: all)",
     )
     parser.add_argument("--disk-dir", help="for the disk cases (default: $TMPDIR, else build/)")
     parser.add_argument(
@@ -82,14 +84,15 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     options = parser.parse_args(arguments)
     options.subjects = options.subjects.split(",")
-    if unknown := set(options.subjects) - set(NAMES):
-        parser.error(f"no such subject: {', '.join(sorted(unknown))}; {', '.join(NAMES)}")
+    names = (*NAMES, *async_load.SUBJECTS)
+    if unknown := set(options.subjects) - set(names):
+        parser.error(f"no such subject: {', '.join(sorted(unknown))}; {', '.join(names)}")
     if options.rounds is not None and options.rounds < 1:
         parser.error("--rounds must be at least 1")
     try:
         found = traces.find(options.traces, os.environ)
         options.no_traces = not found
-        known = (*CASES, *CACHE_CASES, *COLD_CASES, *traces.cases(found))
+        known = (*CASES, *CACHE_CASES, *COLD_CASES, *async_load.CASES, *traces.cases(found))
         options.cases = select(options.case, known)
         options.settings = dict(_setting(text) for text in options.set)
     except ValueError as error:
@@ -155,9 +158,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _measure(
-    case: Case | CacheCase | ColdCase, directories: Mapping[str, str], plan: Plan
+    case: Case | CacheCase | ColdCase | async_load.AsyncLoadCase,
+    directories: Mapping[str, str],
+    plan: Plan,
 ) -> list[report.Row]:
     """The rows of a case; none, and why, if it can't be run or isn't asked for."""
+    if isinstance(case, async_load.AsyncLoadCase):
+        if plan.profile or not set(plan.subjects) & set(async_load.SUBJECTS):
+            return []
+        return async_load.run_case(case, plan, _say)
     wanted = FILE_NAMES if isinstance(case, Case) else CACHE_NAMES
     if isinstance(case, ColdCase):
         wanted = ("cachestore",)
