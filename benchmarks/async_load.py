@@ -33,7 +33,7 @@ SCHEDULER, OVERLAP, DELAY = "scheduler_ms", "overlap_share", "work_delay_ms"
 #: What the loader is for; none of it is promised with the GIL kept.
 _MOST_OF_INLINE = 0.01
 _LEAST_OVERLAP = 0.9
-_WORK_STEPS = 200_000
+_WORK_STEPS = 2_000_000  # many times as long as a thread keeps the GIL, 5 ms
 _TOKENS = 64
 
 
@@ -164,9 +164,6 @@ class _Run:
     def __init__(self, case: AsyncLoadCase, loader: bool):
         self._case = case
         self.controller, self._pools = _controller(case, loader)
-        began = time.perf_counter()
-        _work()
-        self._alone = time.perf_counter() - began
 
     def round(self) -> dict[str, float]:
         """One burst with a consumer, and one with the work."""
@@ -189,12 +186,14 @@ class _Run:
         self._settle()
         copied = [sum(parts) for parts in zip(*(pool.done for pool in self._pools), strict=True)]
 
+        before = _timed(_work)
         self._queue()
         began = time.perf_counter()
         one.start_loading()
         _work()
-        delay = time.perf_counter() - began - self._alone
+        worked = time.perf_counter() - began
         self._settle()
+        delay = worked - (before + _timed(_work)) / 2
         serial = sum(copied) + sum(computed)
         possible = serial - _pipelined(copied, computed)
         return {
@@ -257,6 +256,12 @@ def _pipelined(copied: list[float], computed: list[float]) -> float:
         arrived += copy
         done = max(done, arrived) + compute
     return done
+
+
+def _timed(function: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    function()
+    return time.perf_counter() - began
 
 
 def _work() -> int:
