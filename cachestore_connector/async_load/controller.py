@@ -27,7 +27,7 @@ from typing import Any
 from sglang.srt.managers import cache_controller as sglang_controller
 
 from .burst import BurstDoneEvent, LoadBurst
-from .waiting import wait_for
+from .waiting import LoaderGone, wait_for
 
 logger = logging.getLogger("sglang.srt.managers.cache_controller")
 
@@ -46,8 +46,10 @@ class HiCacheController:
 
         After the layer counter was made, which gets the handshake.
         """
+        self.stop_load_enqueue_thread()
         if getattr(self, "load_enqueue_thread", None) is not None:
-            self.stop_load_enqueue_thread()
+            raise LoaderGone("HiCache async load enqueue: the loader before this one doesn't end")
+        self._load_enqueue_stopping = False
         self.async_load_enqueue = bool(enabled)
         self.load_enqueue_queue = None
         self.load_enqueue_thread = None
@@ -81,6 +83,11 @@ class HiCacheController:
         if len(self.load_queue) == 0:
             return -1
 
+        if getattr(self, "_load_enqueue_stopping", False) is True:
+            # A stop gave up waiting. What is queued comes first, and the loader takes no more.
+            self.stop_load_enqueue_thread()
+            if self.load_enqueue_thread is not None:
+                raise LoaderGone("HiCache async load enqueue: the loader was stopped, and is stuck")
         producer_id = self.layer_done_counter.update_producer()
         producer_event = self.layer_done_counter.events[producer_id]
         op = sglang_controller.CacheOperation.merge_ops(self.load_queue)
@@ -156,12 +163,15 @@ class HiCacheController:
         """Serve what is queued, end the loader, and enqueue inline from now on. Idempotent.
 
         A loader that doesn't end in `JOIN_TIMEOUT_S` is left as it is, and said to be: with the
-        handshake dropped, forwards would go past layers that it has not enqueued.
+        handshake dropped, forwards would go past layers that it has not enqueued. It takes no new
+        bursts; the next one, or the next stop, waits for it again.
         """
         thread = getattr(self, "load_enqueue_thread", None)
         if thread is None:
             return
-        self.load_enqueue_queue.put(None)
+        if not self._load_enqueue_stopping:
+            self._load_enqueue_stopping = True
+            self.load_enqueue_queue.put(None)
         thread.join(JOIN_TIMEOUT_S)
         if thread.is_alive():
             logger.error(
@@ -171,6 +181,7 @@ class HiCacheController:
         self.async_load_enqueue = False
         self.load_enqueue_queue = None
         self.load_enqueue_thread = None
+        self._load_enqueue_stopping = False
         release_counter(self)
         logger.info("HiCache async load enqueue: stopped (%s)", type(self).__name__)
 

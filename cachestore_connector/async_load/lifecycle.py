@@ -52,5 +52,6 @@ def detach_storage_backend(original: Callable, self: Any) -> Any:
     try:
         return original(self)
     finally:
-        if was_on and not getattr(self, "load_enqueue_closed", False):
+        stopped = self.load_enqueue_thread is None
+        if was_on and stopped and not getattr(self, "load_enqueue_closed", False):
             self._init_load_enqueue_thread(True)

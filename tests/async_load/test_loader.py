@@ -13,6 +13,7 @@ from async_load.controllers import (
     queue_load,
 )
 from async_load.device import Stream
+from cachestore_connector.async_load.waiting import LoaderGone
 
 LOADER = "hicache-load-enqueue"
 
@@ -353,9 +354,20 @@ def test_a_loader_that_does_not_end_keeps_the_handshake(controller, monkeypatch,
     assert "didn't end" in caplog.text
     thread, _ = in_thread(one.layer_done_counter.wait_until, 0)
     assert blocked(thread)
+    queue_load(one, 2)
+    with pytest.raises(LoaderGone, match="stuck"):
+        one.start_loading()
+    with pytest.raises(LoaderGone, match="doesn't end"):
+        one._init_load_enqueue_thread(True)
+
     monkeypatch.setattr(ours, "JOIN_TIMEOUT_S", 10.0)
+    next_one, results = in_thread(one.start_loading)
+    assert blocked(next_one)
     gate.set()
-    assert ended(thread)
+    assert ended(thread) and ended(next_one)
+    assert results == [1]
+    assert not one.async_load_enqueue
+    assert [ack.node_ids for ack in one.ack_load_queue] == [[1], [2]]
 
 
 @pytest.mark.parametrize("enabled", [True, False])

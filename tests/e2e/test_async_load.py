@@ -234,6 +234,7 @@ def test_no_answer_from_a_failed_burst(llama, loads, prompt):
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(900)  # three servers, one after another
 @pytest.mark.parametrize("name", ["llama", "deepseek"])
 def test_same_answers_as_without_hicache(name, serve, tmp_path, storage, attached, prompt):
     """Pinned: two ranks and one, on and off, against a server that has no HiCache at all."""
