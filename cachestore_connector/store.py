@@ -70,13 +70,27 @@ class Event:
 
 _LEVELS = {0: 20, 1: 30, 2: 40}  # cs_event_level -> logging's INFO, WARNING, ERROR
 
+_forks = 0  # that this process has been through
+
+
+def _note_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+os.register_at_fork(after_in_child=_note_fork)
+
 
 class Store:
-    """An open native store. `close` ends it; after that every call raises `StoreClosed`."""
+    """An open native store. `close` ends it; after that every call raises `StoreClosed`.
+
+    As does every call in a forked child, which has no part in it.
+    """
 
     def __init__(self, options: StoreOptions) -> None:
         """Open it. Raises `StoreError` with the field that is wrong or the failing system call."""
         self._options = options
+        self._forks = _forks
         self._condition = threading.Condition()
         self._inside = 0  # calls that hold the handle; guarded by _condition
         self._handle: Any = None  # None once closing; guarded by _condition
@@ -94,6 +108,7 @@ class Store:
     @contextlib.contextmanager
     def _call(self) -> Iterator[Any]:
         """The handle, which stays valid inside the block."""
+        self._check_fork()
         with self._condition:
             if self._handle is None:
                 raise StoreClosed("the store is closed", Code.CLOSED)
@@ -106,6 +121,11 @@ class Store:
                 self._inside -= 1
                 if self._inside == 0:
                     self._condition.notify_all()
+
+    def _check_fork(self) -> None:
+        # Threads that aren't here may hold the lock, and be counted as inside, for ever.
+        if self._forks != _forks:
+            raise StoreClosed("the store was opened before this process was forked", Code.CLOSED)
 
     def lookup(self, block_ids: bytes) -> list[bool]:
         """Whether each block is stored. ``block_ids``: 16 bytes each, one after another."""
@@ -208,7 +228,9 @@ class Store:
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called."""
+        """Whether `close` was called, or this process is a forked child."""
+        if self._forks != _forks:
+            return True
         with self._condition:
             return self._handle is None
 
@@ -216,8 +238,11 @@ class Store:
         """End it: what is running completes, what is queued fails, threads are joined.
 
         Waits for calls of other threads to leave, which the store makes them do. Returns the
-        counters and the last events; nothing of either from a second call, which does nothing.
+        counters and the last events; nothing of either from a second call or in a forked child,
+        where it does nothing.
         """
+        if self._forks != _forks:
+            return {}, []
         with self._condition:
             handle, self._handle = self._handle, None
         if handle is None:

@@ -1,7 +1,12 @@
 """The native handle: batches, errors, lifetime."""
 
 import gc
+import glob
 import os
+import signal
+import subprocess
+import sys
+import tempfile
 import threading
 from pathlib import Path
 
@@ -276,6 +281,62 @@ def _threads():
 
 def _descriptors():
     return len(os.listdir("/proc/self/fd"))
+
+
+def test_another_user_has_a_buffer_of_his_own(options, cache):
+    """Pinned: two users with one identity: neither's buffer keeps the other from starting."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can start a process of another user")
+    with tempfile.TemporaryDirectory() as place:  # as /dev/shm is
+        os.chmod(place, 0o1777)
+        changes = cache | {"cache_buffer_directory": place, "storage_backends": [place + "/1"]}
+        mine = Store(options(**changes))
+        theirs = options(**changes | {"storage_backends": [place + "/2"]})
+        script = f"""
+import os
+from cachestore_connector.store import Store, StoreOptions
+os.setgroups([])
+os.setegid(65534)
+os.seteuid(65534)
+Store({theirs!r}).close()
+"""
+        run = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True)
+        assert run.returncode == 0, run.stderr
+        assert len(glob.glob(place + "/cachestore-region-*")) == 1
+        mine.close()
+
+
+def test_a_forked_child_has_no_part_in_it(options, cache):
+    """Pinned: no call of a child waits for the parent's threads, inside calls when it was made."""
+    store = Store(options(**cache))
+    ids, ended = block_ids(64), threading.Event()
+
+    def busy(number):
+        memory = Memory(64, [100, 37], seed=number)
+        while not ended.is_set():
+            store.dump(ids, memory.addresses(), memory.lengths())
+
+    threads = [threading.Thread(target=busy, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(10):
+            child = os.fork()
+            if child == 0:
+                signal.alarm(20)  # ends it if it hangs
+                refused = False
+                try:
+                    store.lookup(ids)
+                except StoreClosed:
+                    refused = store.close() == ({}, []) and store.closed
+                os._exit(0 if refused else 1)
+            assert os.waitpid(child, 0)[1] == 0
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join()
+    assert store.lookup(ids) == [True] * 64
+    store.close()
 
 
 def test_open_and_close_leave_nothing(options):
