@@ -44,6 +44,8 @@ uint64_t NumberIn(const std::string& path) {
 
 }  // namespace
 
+uint32_t UserId() { return geteuid(); }
+
 Result<Fd> OpenSharedFile(const std::string& path, bool create) {
   const int flags = O_RDWR | O_CLOEXEC | O_NOFOLLOW | (create ? O_CREAT : 0);
   const Fd fd = RetryEintr([&] { return open(path.c_str(), flags, 0600); });
@@ -58,7 +60,7 @@ Result<SharedFileInfo> StatSharedFile(Fd fd) {
   info.device = static_cast<uint64_t>(st.st_dev);
   info.inode = static_cast<uint64_t>(st.st_ino);
   info.size = static_cast<uint64_t>(st.st_size);
-  info.is_ours = S_ISREG(st.st_mode) && st.st_uid == geteuid() && (st.st_mode & 07777) == 0600 &&
+  info.is_ours = S_ISREG(st.st_mode) && st.st_uid == UserId() && (st.st_mode & 07777) == 0600 &&
                  st.st_nlink <= 1;
   return info;
 }

@@ -23,6 +23,8 @@ struct SharedFileInfo {
   bool is_ours = false;  // a regular file of this user, mode 0600, one name or none
 };
 
+// The user whose files this process makes.
+uint32_t UserId();
 // Opens (or creates, mode 0600) a file to map. Never follows a link.
 Result<Fd> OpenSharedFile(const std::string& path, bool create);
 Result<SharedFileInfo> StatSharedFile(Fd fd);

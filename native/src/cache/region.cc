@@ -101,7 +101,8 @@ Status Wrong(const std::string& path, const char* what) {
 
 std::string Region::FileName(const std::array<uint8_t, 32>& fingerprint) {
   static constexpr char kDigits[] = "0123456789abcdef";
-  std::string name = kNamePrefix;
+  // Every user has a region of his own.
+  std::string name = kNamePrefix + std::to_string(UserId()) + "-";
   for (size_t i = 0; i < 16; ++i) {
     name += kDigits[fingerprint[i] >> 4];
     name += kDigits[fingerprint[i] & 15];

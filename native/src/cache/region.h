@@ -69,7 +69,7 @@ class Region {
   // Removes, in a directory, every region of this user that nobody holds and
   // that isn't `keep`; returns how many.
   static int RemoveAbandoned(const std::string& directory, const std::string& keep);
-  // The file's name for an identity.
+  // The file's name for an identity and this user.
   static std::string FileName(const std::array<uint8_t, 32>& fingerprint);
 
   ~Region();
