@@ -229,6 +229,23 @@ def test_clear_empties_the_buffer_too(rank, tmp_path):
     assert blocks(tmp_path) == []
 
 
+@pytest.mark.parametrize("pipeline", ["Posix", "Cache|Posix"])
+def test_what_comes_after_every_ranks_clear_is_stored(rank, tmp_path, pipeline):
+    """Pinned: SGLang has every rank clear, and rank 0 stores: the others' clears are noticed."""
+    pool = host_pools.mla_pool(fill=8)
+    ranks = [rank(pool, number, store_pipeline=pipeline) for number in range(2)]
+    names = keys(4)
+    for _ in range(2):
+        for each in ranks:
+            each.clear()
+        assert [each.batch_exists(names) for each in ranks] == [0, 0]
+        assert ranks[0].batch_set_v1(names, host_pools.indices(pool, PAGES)) == [True] * 4
+        assert [each.batch_exists(names) for each in ranks] == [4, 4]
+    for each in ranks:
+        each.close()
+    assert len(blocks(tmp_path)) == 4
+
+
 @pytest.mark.parametrize(
     ("gib", "parts"),
     [

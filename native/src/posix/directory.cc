@@ -182,7 +182,6 @@ uint64_t Directory::ReadClear() {
   return mark.ok() ? Mix(Mix(mark.value().inode) ^ mark.value().modified_ns) | 1 : 0;
 }
 
-// Has another process, or another host, cleared what is here?
 void Directory::NoticeClear() {
   for (int tries = 0; tries < kTries; ++tries) {
     const uint64_t before = epoch();

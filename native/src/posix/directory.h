@@ -65,6 +65,9 @@ class Directory {
   Status Publish(const std::string& temporary, const BlockId& block, uint64_t epoch);
   // Changes with each clear that this store has made or noticed.
   uint64_t epoch() const { return epoch_.load(); }
+  // Looks whether another process, or another host, has cleared: what is accepted
+  // from now on comes after that.
+  void NoticeClear();
   // Of the latest clear that was made or noticed, in this or any process; 0: none.
   uint64_t latest_clear() const { return latest_clear_.load(); }
 
@@ -80,7 +83,6 @@ class Directory {
   Status WriteManifest();
   Status MarkClear();
   uint64_t ReadClear();
-  void NoticeClear();
   bool HoldsLock(const std::string& path);  // with mutex_ held
   Status RemoveInstance(const std::string& path, const std::function<bool()>& stop);
 

@@ -91,9 +91,17 @@ struct PosixTier::Core {
   std::atomic<uint64_t> lookup_hits{0};
   std::atomic<bool> stopping{false};
 
+  // Where that may hang it is done aside, with the lookups.
+  void NoticeClears(bool aside) {
+    for (const auto& directory : io->directories()) {
+      if (directory->zero_copy() != aside) directory->NoticeClear();
+    }
+  }
+
   void RunAside(Request& request, size_t index) {
     if (!request.Begin(index, /*touches=*/false)) return;
     Code code = CS_OK;
+    if (request.tier_data() == nullptr && index == 0) NoticeClears(/*aside=*/true);
     if (request.tier_data() != nullptr) {  // a clear
       const Status cleared = io->directories()[index]->MoveBlocksToTrash();
       if (!cleared.ok()) events->Add(CS_EVENT_ERROR, "clear: " + cleared.text());
@@ -263,6 +271,8 @@ Status PosixTier::Load(const std::shared_ptr<Request>& request) {
 }
 
 Status PosixTier::Dump(const std::shared_ptr<Request>& request) {
+  // Else the first dump after another's clear would be taken for one from before.
+  if (!request->batch().epoch.has_value()) core_->NoticeClears(/*aside=*/false);
   Result<std::shared_ptr<BlockWrites>> plan = core_->io->PlanDump(request->batch());
   if (!plan.ok()) return plan.status();
   // After the plan has noted its directories' epochs: a later clear is seen there.
@@ -301,12 +311,14 @@ Status PosixTier::Clear() {
 }
 
 uint64_t PosixTier::Epoch() const {
+  core_->NoticeClears(/*aside=*/false);
   uint64_t sum = 0;  // each only grows
   for (const auto& directory : core_->io->directories()) sum += directory->epoch();
   return sum;
 }
 
 uint64_t PosixTier::LatestClear() const {
+  core_->NoticeClears(/*aside=*/false);
   uint64_t mixed = 0;
   for (const auto& directory : core_->io->directories()) {
     mixed = mixed * 31 + directory->latest_clear();

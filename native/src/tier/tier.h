@@ -37,11 +37,12 @@ class Tier {
   // isn't stored by it, here or in any other process: it ends well, as if it
   // had come just before the clear.
   virtual Status Clear() = 0;
-  // Changes with every clear that this process has made or noticed. A dump of
-  // an earlier epoch is one from before it (Batch::epoch). No I/O.
+  // Changes with every clear that this process has made or noticed, and notices
+  // one now where the look is sure to end. A dump of an earlier epoch is one from
+  // before it (Batch::epoch).
   virtual uint64_t Epoch() const = 0;
   // The same for all processes and hosts, and lasting: the latest clear that
-  // was made or noticed. No I/O.
+  // was made or noticed, as in Epoch.
   virtual uint64_t LatestClear() const = 0;
 
   virtual void AddStats(cs_stats& stats) const = 0;
