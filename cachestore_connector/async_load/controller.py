@@ -341,7 +341,7 @@ def _resolve(producer_event: Any, finish_event: Any) -> None:
 
 def _current_device(controller: Any) -> Any:
     current = getattr(sglang_controller.device_module, "current_device", None)
-    return current() if current is not None else controller.device
+    return current() if current is not None else getattr(controller, "device", None)
 
 
 def _bind(device: Any) -> BaseException | None:
