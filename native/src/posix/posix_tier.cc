@@ -91,10 +91,11 @@ struct PosixTier::Core {
   std::atomic<uint64_t> lookup_hits{0};
   std::atomic<bool> stopping{false};
 
-  // Where that may hang it is done aside, with the lookups.
+  // Where that may hang it is done aside, with the lookups. One that can't look
+  // now notices when it publishes.
   void NoticeClears(bool aside) {
     for (const auto& directory : io->directories()) {
-      if (directory->zero_copy() != aside) directory->NoticeClear();
+      if (directory->zero_copy() != aside) (void)Thrown([&] { directory->NoticeClear(); });
     }
   }
 
