@@ -51,13 +51,17 @@ void CacheCore::ReclaimSoon() {
     const std::lock_guard lock(mutex_);
     if (std::exchange(reclaim_armed_, true)) return;
   }
-  waits_->At(WaitList::Clock::now() + kReclaimPause, [this] {
-    {
-      const std::lock_guard lock(mutex_);
-      reclaim_armed_ = false;
-    }
-    Reclaim();
+  const auto disarm = [this] {
+    const std::lock_guard lock(mutex_);
+    reclaim_armed_ = false;
+  };
+  const Code thrown = Thrown([&] {
+    waits_->At(WaitList::Clock::now() + kReclaimPause, [this, disarm] {
+      disarm();
+      Reclaim();
+    });
   });
+  if (thrown != CS_OK) disarm();  // for the next time
 }
 
 std::vector<uint8_t*> CacheCore::TensorsIn(uint8_t* slot) const {
@@ -84,10 +88,10 @@ Batch CacheCore::BatchOf(std::span<const SlotRef> slots) const {
 
 Result<std::shared_ptr<Request>> CacheCore::StartBelow(
     Batch batch, Status (Tier::*start)(const std::shared_ptr<Request>&), Done done) {
-  uint64_t number;
+  uint64_t number = 0;
   std::shared_ptr<Request> request;
-  bool arm;
-  {
+  bool arm = false;
+  const auto prepare = [&] {
     const std::lock_guard lock(mutex_);
     number = next_below_++;
     request = std::make_shared<Request>(std::move(batch), [this, number, done = std::move(done)] {
@@ -100,15 +104,18 @@ Result<std::shared_ptr<Request>> CacheCore::StartBelow(
     });
     arm = !std::exchange(watch_armed_, true);
     below_requests_.emplace(number, Below{request, WaitList::Clock::now() + timeout_});
-  }
-  const Status started = (below_.*start)(request);
-  if (!started.ok()) {
-    const std::lock_guard lock(mutex_);
-    below_requests_.erase(number);
-  }
-  if (arm) waits_->At(WaitList::Clock::now() + timeout_, [this] { CancelLate(); });
-  if (!started.ok()) return started;
-  return request;
+  };
+  Status started{CS_NO_MEMORY, "no memory for a request to the tier below"};
+  // What throws had no effect; nothing may throw that had one.
+  const Code thrown = Thrown([&] {
+    prepare();
+    if (arm) waits_->At(WaitList::Clock::now() + timeout_, [this] { CancelLate(); });
+    started = (below_.*start)(request);
+  });
+  if (thrown == CS_OK && started.ok()) return request;
+  const std::lock_guard lock(mutex_);
+  below_requests_.erase(number);
+  return started;
 }
 
 // Comes again as long as anything is asked of the tier below.
@@ -167,16 +174,16 @@ void CacheCore::Clean(SlotRef ref) {
 }
 
 Status CacheCore::StoreOnce(const std::vector<SlotRef>& slots, uint64_t epoch, int attempt) {
+  Batch batch = BatchOf(slots);
+  batch.epoch = epoch;
+  Done ended = [this, slots, epoch, attempt](const std::vector<Code>& codes) {
+    EndStored(slots, codes, epoch, attempt);
+  };
   {
     const std::lock_guard lock(mutex_);
     storing_ += slots.size();
   }
-  Batch batch = BatchOf(slots);
-  batch.epoch = epoch;
-  const auto started = StartBelow(std::move(batch), &Tier::Dump,
-                                  [this, slots, epoch, attempt](const std::vector<Code>& codes) {
-                                    EndStored(slots, codes, epoch, attempt);
-                                  });
+  const auto started = StartBelow(std::move(batch), &Tier::Dump, std::move(ended));
   if (started.ok()) return Status::Ok();
   Uncount(slots.size());
   return started.status();

@@ -16,11 +16,12 @@ namespace cachestore {
 class DirectRequests {
  public:
   void Add(Tier& below, const std::shared_ptr<Request>& request) {
-    Code code;
+    Code code = CS_OK;
     {
       const std::lock_guard lock(mutex_);
-      requests_.push_back(request);
       code = cancelled_;
+      // Without memory for it the request ends by itself, at its time limit.
+      if (Thrown([&] { requests_.push_back(request); }) != CS_OK) return;
     }
     if (code != CS_OK) below.Cancel(request, code);
   }

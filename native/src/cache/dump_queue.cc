@@ -32,7 +32,10 @@ struct DumpQueue::Group {
     uint32_t checksum;
   };
 
-  explicit Group(size_t shards) : on_their_way(shards) {}
+  explicit Group(size_t shards) : on_their_way(shards) {
+    gathered.reserve(shards);  // so that noting a shard can't fail
+    through.reserve(shards);
+  }
 
   std::atomic<size_t> on_their_way;  // shards that haven't left; acq_rel
   std::mutex mutex;                  // guards the two lists until all have left
@@ -48,29 +51,37 @@ Status DumpQueue::Dump(const std::shared_ptr<Request>& request) {
   if (stopped_.load()) return {CS_CLOSED, "the store is closing"};
   auto call = std::make_shared<Call>();
   call->on_their_way.store(request->size(), std::memory_order_relaxed);
-  call->epoch = core_.slots().epoch();
-  call->epoch_below = core_.below().Epoch();
-  if (Status admitted = admission_.Admit(*request, std::shared_ptr<QueueCall>(call));
-      !admitted.ok())
-    return admitted;
   const auto group = std::make_shared<Group>(request->size());
   std::vector<HostCopyExecutor::Step> steps;
   steps.reserve(request->size());
   for (size_t i = 0; i < request->size(); ++i) {
     steps.push_back([this, step = Step{request, i, group}](size_t) { Run(step); });
   }
-  if (executor_.Submit(std::move(steps))) return Status::Ok();
+  if (Status admitted = admission_.Admit(*request, std::shared_ptr<QueueCall>(call));
+      !admitted.ok()) {
+    return admitted;
+  }
+  // Not before: a refused request does no I/O.
+  call->epoch = core_.slots().epoch();
+  call->epoch_below = core_.below().Epoch();
+  bool submitted = false;
+  const Code thrown = Thrown([&] { submitted = executor_.Submit(std::move(steps)); });
+  if (submitted) return Status::Ok();
   admission_.TakeBack(request->size());
+  if (thrown != CS_OK) return {thrown, "no memory for a request"};
   return {CS_CLOSED, "the store is closing"};
 }
 
 void DumpQueue::Queue(Step step) {
-  if (!executor_.Submit({[this, step](size_t) { Run(step); }})) {
-    step.request->Finish(step.shard, CS_CLOSED);
-    Arrive(step);
-  }
+  bool queued = false;
+  const Code thrown =
+      Thrown([&] { queued = executor_.Submit({[this, step](size_t) { Run(step); }}); });
+  if (queued) return;
+  step.request->Finish(step.shard, thrown == CS_OK ? CS_CLOSED : thrown);
+  Arrive(step);
 }
 
+// Throws nothing: a shard that doesn't arrive would hold up its group.
 void DumpQueue::Run(Step step) {
   Request& request = *step.request;
   if (step.tries == 0 && !request.Begin(step.shard, /*touches=*/false)) {
@@ -84,9 +95,13 @@ void DumpQueue::Run(Step step) {
       request.Finish(step.shard, CS_OK);
       return Arrive(step);
     case Claim::kLoading: {  // joins its outcome
-      const auto group = std::exchange(step.group, std::make_shared<Group>(1));
-      core_.waits().Add(claim.ref,
-                        [this, step](bool in_time) { in_time ? Queue(step) : WriteThrough(step); });
+      std::shared_ptr<Group> alone;
+      if (Thrown([&] { alone = std::make_shared<Group>(1); }) != CS_OK) return WriteThrough(step);
+      const auto group = std::exchange(step.group, std::move(alone));
+      const auto resume = [this, step](bool in_time) {
+        in_time ? Queue(step) : WriteThrough(step);
+      };
+      if (Thrown([&] { core_.waits().Add(claim.ref, resume); }) != CS_OK) WriteThrough(step);
       return Leave(step.request, *group);
     }
     case Claim::kClaimed:
@@ -144,57 +159,72 @@ void DumpQueue::Leave(const std::shared_ptr<Request>& request, Group& group) {
   WriteRest(request, group);
 }
 
-void DumpQueue::StoreGathered(const std::shared_ptr<Request>& request, const Group& group) {
-  std::vector<Group::Gathered> live;
-  std::vector<SlotRef> slots;
-  for (const Group::Gathered& each : group.gathered) {
+void DumpQueue::StoreGathered(const std::shared_ptr<Request>& request, Group& group) {
+  std::erase_if(group.gathered, [&](const Group::Gathered& each) {
     // From here on Cancel waits for us: a dump whose waiter was failed before
     // is not published, and one that is published doesn't fail its waiter.
-    if (request->StartTouching(each.shard)) {
-      live.push_back(each);
-      slots.push_back(each.ref);
-    } else {
-      core_.Fail(each.ref, kGivenUp);
-    }
-  }
-  if (live.empty()) return;
+    if (request->StartTouching(each.shard)) return false;
+    core_.Fail(each.ref, kGivenUp);
+    return true;
+  });
+  if (group.gathered.empty()) return;
   const Call& call = DumpOf(*request);
-  for (const Group::Gathered& each : live) {
+  for (const Group::Gathered& each : group.gathered) {
     core_.PublishDump(each.ref, each.checksum, call.epoch);
   }
-  const Status started = core_.StoreOnce(slots, call.epoch_below);
+  Status started{CS_NO_MEMORY, "no memory for a request to the tier below"};
+  (void)Thrown([&] {
+    std::vector<SlotRef> slots;
+    for (const Group::Gathered& each : group.gathered) slots.push_back(each.ref);
+    started = core_.StoreOnce(slots, call.epoch_below);
+  });
   if (!started.ok()) {
-    for (const SlotRef ref : slots) core_.Revoke(ref, kGivenUp);
+    for (const Group::Gathered& each : group.gathered) core_.Revoke(each.ref, kGivenUp);
   } else {
-    core_.counters().dump_cached.fetch_add(live.size(), std::memory_order_relaxed);
+    core_.counters().dump_cached.fetch_add(group.gathered.size(), std::memory_order_relaxed);
   }
-  for (const Group::Gathered& each : live) request->Finish(each.shard, started.code());
+  for (const Group::Gathered& each : group.gathered) {
+    request->Finish(each.shard, started.code());
+  }
 }
 
 void DumpQueue::WriteRest(const std::shared_ptr<Request>& request, const Group& group) {
-  std::vector<size_t> shards;
+  if (group.through.empty()) return;
+  std::shared_ptr<std::vector<size_t>> shards;
   Batch batch;
-  batch.tensors = request->batch().tensors;
+  CacheCore::Done ended;
+  const Code thrown = Thrown([&] {
+    shards = std::make_shared<std::vector<size_t>>();
+    batch.tensors = request->batch().tensors;
+    shards->reserve(group.through.size());
+    batch.blocks.reserve(group.through.size());
+    batch.shard_indices.reserve(group.through.size());
+    batch.addresses.reserve(group.through.size() * batch.tensors);
+    ended = [request, shards](const std::vector<Code>& codes) {
+      for (size_t i = 0; i < shards->size(); ++i) request->Finish((*shards)[i], codes[i]);
+    };
+  });
+  if (thrown != CS_OK) {
+    for (const size_t shard : group.through) request->Finish(shard, thrown);
+    return;
+  }
+  // From here on nothing throws: the waiter can't be failed meanwhile.
   batch.epoch = DumpOf(*request).epoch_below;
   for (const size_t shard : group.through) {
     if (!request->StartTouching(shard)) continue;
     const auto tensors = request->batch().tensors_of(shard);
-    shards.push_back(shard);
+    shards->push_back(shard);
     batch.blocks.push_back(request->batch().blocks[shard]);
     batch.shard_indices.push_back(request->batch().shard_indices[shard]);
     batch.addresses.insert(batch.addresses.end(), tensors.begin(), tensors.end());
   }
-  if (shards.empty()) return;
-  core_.counters().dump_direct.fetch_add(shards.size(), std::memory_order_relaxed);
-  const auto started = core_.StartBelow(std::move(batch), &Tier::Dump,
-                                        [request, shards](const std::vector<Code>& codes) {
-                                          for (size_t i = 0; i < shards.size(); ++i)
-                                            request->Finish(shards[i], codes[i]);
-                                        });
+  if (shards->empty()) return;
+  core_.counters().dump_direct.fetch_add(shards->size(), std::memory_order_relaxed);
+  const auto started = core_.StartBelow(std::move(batch), &Tier::Dump, std::move(ended));
   if (started.ok()) {
     CallOf(*request).direct.Add(core_.below(), started.value());
   } else {
-    for (const size_t shard : shards) request->Finish(shard, started.status().code());
+    for (const size_t shard : *shards) request->Finish(shard, started.status().code());
   }
 }
 

@@ -48,7 +48,7 @@ class DumpQueue {
   void WriteThrough(const Step& step);
   void Arrive(const Step& step);
   void Leave(const std::shared_ptr<Request>& request, Group& group);
-  void StoreGathered(const std::shared_ptr<Request>& request, const Group& group);
+  void StoreGathered(const std::shared_ptr<Request>& request, Group& group);
   void WriteRest(const std::shared_ptr<Request>& request, const Group& group);
 
   CacheCore& core_;

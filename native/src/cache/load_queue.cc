@@ -31,27 +31,36 @@ Status LoadQueue::Load(const std::shared_ptr<Request>& request) {
           core_.slots().Touch(blocks, parent ? &*parent : nullptr);
         }});
   };
-  if (Status admitted = admission_.Admit(*request, std::shared_ptr<QueueCall>(call), last_touches);
-      !admitted.ok()) {
-    return admitted;
-  }
   std::vector<HostCopyExecutor::Step> steps;
   steps.reserve(request->size());
   for (size_t i = 0; i < request->size(); ++i) {
     steps.push_back([this, step = Step{request, i}](size_t worker) { Run(step, worker); });
   }
-  if (executor_.Submit(std::move(steps))) return Status::Ok();
+  if (Status admitted = admission_.Admit(*request, std::shared_ptr<QueueCall>(call), last_touches);
+      !admitted.ok()) {
+    return admitted;
+  }
+  bool submitted = false;
+  const Code thrown = Thrown([&] { submitted = executor_.Submit(std::move(steps)); });
+  if (submitted) return Status::Ok();
   admission_.TakeBack(request->size());
+  if (thrown != CS_OK) return {thrown, "no memory for a request"};
   return {CS_CLOSED, "the store is closing"};
 }
 
 void LoadQueue::Queue(Step step) {
-  if (!executor_.Submit({[this, step](size_t worker) { Run(step, worker); }})) {
-    End(step, CS_CLOSED);
-  }
+  bool queued = false;
+  const Code thrown = Thrown(
+      [&] { queued = executor_.Submit({[this, step](size_t worker) { Run(step, worker); }}); });
+  if (!queued) End(step, thrown == CS_OK ? CS_CLOSED : thrown);
 }
 
-void LoadQueue::Run(Step step, size_t worker) {
+void LoadQueue::Run(const Step& step, size_t worker) {
+  const Code thrown = Thrown([&] { Serve(step, worker); });
+  if (thrown != CS_OK) (void)step.request->Finish(step.shard, thrown);
+}
+
+void LoadQueue::Serve(Step step, size_t worker) {
   Request& request = *step.request;
   if (step.tries >= kTries) return LoadDirect(step);
   const BlockId& block = request.batch().blocks[step.shard];
@@ -91,34 +100,40 @@ void LoadQueue::Run(Step step, size_t worker) {
 
 void LoadQueue::LoadIntoSlot(Step step, SlotRef ref) {
   step.origin = Step::kLoaded;
-  const auto started = core_.StartBelow(core_.BatchOf({&ref, 1}), &Tier::Load,
-                                        [this, step, ref](const std::vector<Code>& codes) {
-                                          if (codes[0] == CS_OK) {
-                                            core_.PublishLoad(ref);
-                                            Queue(step);
-                                          } else {
-                                            core_.Fail(ref, codes[0]);
-                                            End(step, codes[0]);
-                                          }
-                                        });
-  if (started.ok()) return;
-  core_.Fail(ref, started.status().code());
-  End(step, started.status().code());
+  Code code = CS_OK;
+  const auto ended = [this, step, ref](const std::vector<Code>& codes) {
+    if (codes[0] == CS_OK) {
+      core_.PublishLoad(ref);
+      Queue(step);
+    } else {
+      core_.Fail(ref, codes[0]);
+      End(step, codes[0]);
+    }
+  };
+  const Code thrown = Thrown([&] {
+    code = core_.StartBelow(core_.BatchOf({&ref, 1}), &Tier::Load, ended).status().code();
+  });
+  if (thrown != CS_OK) code = thrown;
+  if (code == CS_OK) return;
+  core_.Fail(ref, code);
+  End(step, code);
 }
 
 void LoadQueue::LoadDirect(const Step& step) {
   Request& request = *step.request;
-  if (!request.Begin(step.shard, /*touches=*/true)) return;
-  core_.counters().direct.fetch_add(1, std::memory_order_relaxed);
   Batch batch;
   const auto tensors = request.batch().tensors_of(step.shard);
   batch.tensors = tensors.size();
   batch.blocks = {request.batch().blocks[step.shard]};
   batch.shard_indices = {request.batch().shard_indices[step.shard]};
   batch.addresses.assign(tensors.begin(), tensors.end());
-  const auto started = core_.StartBelow(
-      std::move(batch), &Tier::Load,
-      [step](const std::vector<Code>& codes) { step.request->Finish(step.shard, codes[0]); });
+  CacheCore::Done ended = [step](const std::vector<Code>& codes) {
+    step.request->Finish(step.shard, codes[0]);
+  };
+  // From here on nothing throws: the waiter can't be failed meanwhile.
+  if (!request.Begin(step.shard, /*touches=*/true)) return;
+  core_.counters().direct.fetch_add(1, std::memory_order_relaxed);
+  const auto started = core_.StartBelow(std::move(batch), &Tier::Load, std::move(ended));
   if (started.ok()) {
     CallOf(request).direct.Add(core_.below(), started.value());
   } else {

@@ -38,7 +38,8 @@ class LoadQueue {
   };
 
   void Queue(Step step);
-  void Run(Step step, size_t worker);
+  void Run(const Step& step, size_t worker);
+  void Serve(Step step, size_t worker);
   void LoadIntoSlot(Step step, SlotRef ref);
   void LoadDirect(const Step& step);
   void End(const Step& step, Code code);

@@ -254,33 +254,44 @@ Status PosixTier::Submit(WorkerPool& pool, const std::shared_ptr<Request>& reque
                                 : Status(CS_REFUSED, "every worker hangs in the filesystem");
 }
 
-// Takes room for the whole request, and gives it back shard by shard.
-Status PosixTier::Start(Admission& direction, WorkerPool& pool,
-                        const std::shared_ptr<Request>& request, std::shared_ptr<void> tier_data) {
+// Takes room for the whole request, to be given back shard by shard.
+Status PosixTier::Admit(Admission& direction, const std::shared_ptr<Request>& request,
+                        std::shared_ptr<void> tier_data) {
   // A worker left behind can end a shard when the tier is gone, and the core
   // with the admission then lives by this.
   const auto keep_alive = [core = core_] {};
-  Status started = direction.Admit(*request, std::move(tier_data), keep_alive);
-  if (!started.ok()) return started;
-  started = Submit(pool, request);
-  if (!started.ok()) direction.TakeBack(request->size());
-  return started;
+  return direction.Admit(*request, std::move(tier_data), keep_alive);
+}
+
+Status PosixTier::Submit(Admission& direction, WorkerPool& pool,
+                         const std::shared_ptr<Request>& request) {
+  Status submitted{CS_NO_MEMORY, "no memory for a request"};
+  (void)Thrown([&] { submitted = Submit(pool, request); });
+  if (!submitted.ok()) direction.TakeBack(request->size());
+  return submitted;
 }
 
 Status PosixTier::Load(const std::shared_ptr<Request>& request) {
-  return Start(core_->load, load_pool_, request, nullptr);
+  Status admitted = Admit(core_->load, request, nullptr);
+  return admitted.ok() ? Submit(core_->load, load_pool_, request) : admitted;
 }
 
 Status PosixTier::Dump(const std::shared_ptr<Request>& request) {
-  // Else the first dump after another's clear would be taken for one from before.
-  if (!request->batch().epoch.has_value()) core_->NoticeClears(/*aside=*/false);
-  Result<std::shared_ptr<BlockWrites>> plan = core_->io->PlanDump(request->batch());
+  const Batch& batch = request->batch();
+  Result<std::shared_ptr<BlockWrites>> plan = core_->io->PlanDump(batch);
   if (!plan.ok()) return plan.status();
-  // After the plan has noted its directories' epochs: a later clear is seen there.
-  if (request->batch().epoch.has_value() && *request->batch().epoch != Epoch()) {
-    for (const auto& block : plan.value()->blocks) block->epoch = BlockWrite::kCleared;
+  const std::shared_ptr<BlockWrites> writes = plan.value();
+  if (Status admitted = Admit(core_->dump, request, writes); !admitted.ok()) return admitted;
+  // Else the first dump after another's clear would be taken for one from before.
+  if (!batch.epoch.has_value()) core_->NoticeClears(/*aside=*/false);
+  for (const auto& block : writes->blocks) {
+    block->epoch = core_->io->DirectoryOf(batch.blocks[block->shards[0]]).epoch();
   }
-  return Start(core_->dump, dump_pool_, request, std::move(plan.value()));
+  // After the directories' epochs: a later clear is seen there.
+  if (batch.epoch.has_value() && *batch.epoch != Epoch()) {
+    for (const auto& block : writes->blocks) block->epoch = BlockWrite::kCleared;
+  }
+  return Submit(core_->dump, dump_pool_, request);
 }
 
 void PosixTier::Cancel(const std::shared_ptr<Request>& request, Code code) {

@@ -124,7 +124,6 @@ Result<std::shared_ptr<BlockWrites>> ShardIo::PlanDump(const Batch& batch) const
       block = plan->blocks.back().get();
       Directory& directory = DirectoryOf(batch.blocks[i]);
       block->temporary = directory.NewTemporaryPath();
-      block->epoch = directory.epoch();
       block->checksums.resize(shards * geometry_.tensor_sizes.size());
       block->remaining.store(shards, std::memory_order_relaxed);
     }

@@ -55,6 +55,7 @@ class ShardIo {
   // Whether a whole block file lies there: one system call.
   bool Exists(const BlockId& block) const;
   // Groups a dump request by block; CS_INVALID unless each has all its shards.
+  // No I/O; the epochs are the caller's to note.
   Result<std::shared_ptr<BlockWrites>> PlanDump(const Batch& batch) const;
 
   void Load(Request& request, size_t shard, WorkerPool::Scratch& scratch);
