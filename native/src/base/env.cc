@@ -188,8 +188,11 @@ class RealEnv final : public Env {
   }
 
   static FileInfo Info(const struct stat& st) {
-    return {static_cast<uint64_t>(st.st_size), static_cast<uint64_t>(st.st_dev),
-            static_cast<uint64_t>(st.st_ino), S_ISDIR(st.st_mode), S_ISREG(st.st_mode),
+    return {static_cast<uint64_t>(st.st_size),
+            static_cast<uint64_t>(st.st_dev),
+            static_cast<uint64_t>(st.st_ino),
+            S_ISDIR(st.st_mode),
+            S_ISREG(st.st_mode),
             static_cast<uint64_t>(st.st_mtim.tv_sec) * 1000000000u +
                 static_cast<uint64_t>(st.st_mtim.tv_nsec)};
   }
