@@ -200,8 +200,16 @@ void DumpQueue::WriteRest(const std::shared_ptr<Request>& request, const Group& 
     batch.blocks.reserve(group.through.size());
     batch.shard_indices.reserve(group.through.size());
     batch.addresses.reserve(group.through.size() * batch.tensors);
-    ended = [request, shards](const std::vector<Code>& codes) {
-      for (size_t i = 0; i < shards->size(); ++i) request->Finish((*shards)[i], codes[i]);
+    ended = [this, request, shards](const std::vector<Code>& codes) {
+      std::atomic<uint64_t>& counter = core_.counters().dump_direct;
+      for (size_t i = 0; i < shards->size(); ++i) {
+        // Before the waiter knows, and taken back if it was faster.
+        const uint64_t ok = codes[i] == CS_OK ? 1 : 0;
+        counter.fetch_add(ok, std::memory_order_relaxed);
+        if (!request->Finish((*shards)[i], codes[i])) {
+          counter.fetch_sub(ok, std::memory_order_relaxed);
+        }
+      }
     };
   });
   if (thrown != CS_OK) {
@@ -219,7 +227,6 @@ void DumpQueue::WriteRest(const std::shared_ptr<Request>& request, const Group& 
     batch.addresses.insert(batch.addresses.end(), tensors.begin(), tensors.end());
   }
   if (shards->empty()) return;
-  core_.counters().dump_direct.fetch_add(shards->size(), std::memory_order_relaxed);
   const auto started = core_.StartBelow(std::move(batch), &Tier::Dump, std::move(ended));
   if (started.ok()) {
     CallOf(*request).direct.Add(core_.below(), started.value());

@@ -119,7 +119,8 @@ void LoadQueue::LoadIntoSlot(Step step, SlotRef ref) {
   End(step, code);
 }
 
-void LoadQueue::LoadDirect(const Step& step) {
+void LoadQueue::LoadDirect(Step step) {
+  step.origin = Step::kDirect;
   Request& request = *step.request;
   Batch batch;
   const auto tensors = request.batch().tensors_of(step.shard);
@@ -127,12 +128,9 @@ void LoadQueue::LoadDirect(const Step& step) {
   batch.blocks = {request.batch().blocks[step.shard]};
   batch.shard_indices = {request.batch().shard_indices[step.shard]};
   batch.addresses.assign(tensors.begin(), tensors.end());
-  CacheCore::Done ended = [step](const std::vector<Code>& codes) {
-    step.request->Finish(step.shard, codes[0]);
-  };
+  CacheCore::Done ended = [this, step](const std::vector<Code>& codes) { End(step, codes[0]); };
   // From here on nothing throws: the waiter can't be failed meanwhile.
   if (!request.Begin(step.shard, /*touches=*/true)) return;
-  core_.counters().direct.fetch_add(1, std::memory_order_relaxed);
   const auto started = core_.StartBelow(std::move(batch), &Tier::Load, std::move(ended));
   if (started.ok()) {
     CallOf(request).direct.Add(core_.below(), started.value());
@@ -147,7 +145,8 @@ void LoadQueue::End(const Step& step, Code code) {
     return;
   }
   CacheCounters& counters = core_.counters();
-  std::atomic<uint64_t>& counter = step.origin == Step::kHit      ? counters.hit
+  std::atomic<uint64_t>& counter = step.origin == Step::kDirect   ? counters.direct
+                                   : step.origin == Step::kHit    ? counters.hit
                                    : step.origin == Step::kWaited ? counters.waited
                                                                   : counters.loaded;
   // Before the waiter knows, and taken back if it was faster.

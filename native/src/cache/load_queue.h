@@ -33,7 +33,7 @@ class LoadQueue {
   struct Step {
     std::shared_ptr<Request> request;
     size_t shard;
-    enum Origin { kHit, kWaited, kLoaded } origin = kHit;
+    enum Origin { kHit, kWaited, kLoaded, kDirect } origin = kHit;
     int tries = 0;
   };
 
@@ -41,7 +41,7 @@ class LoadQueue {
   void Run(const Step& step, size_t worker);
   void Serve(Step step, size_t worker);
   void LoadIntoSlot(Step step, SlotRef ref);
-  void LoadDirect(const Step& step);
+  void LoadDirect(Step step);
   void End(const Step& step, Code code);
 
   CacheCore& core_;
