@@ -144,30 +144,38 @@ Status Populate(uint8_t* memory, uint64_t size) {
   return Status::Ok();
 }
 
-// Bytes of a mapping that are in huge pages.
-uint64_t HugeBytes(const uint8_t* memory) {
-  char start[32];
-  std::snprintf(start, sizeof start, "%lx-", reinterpret_cast<unsigned long>(memory));
+constexpr uint64_t kHugePage = uint64_t{2} << 20;
+
+// The number that the kernel gives under `name` for the mapping that an address
+// is in, in bytes.
+uint64_t BytesOf(const uint8_t* address, const std::string& name) {
+  const auto wanted = reinterpret_cast<uintptr_t>(address);
   std::ifstream maps("/proc/self/smaps");
   bool inside = false;
   for (std::string line; std::getline(maps, line);) {
-    if (line.rfind(start, 0) == 0) inside = true;
-    unsigned long long kilobytes = 0;
-    if (inside && std::sscanf(line.c_str(), "AnonHugePages: %llu kB", &kilobytes) == 1) {
-      return kilobytes * 1024;
+    unsigned long from = 0;
+    unsigned long to = 0;
+    if (std::sscanf(line.c_str(), "%lx-%lx ", &from, &to) == 2) {
+      inside = from <= wanted && wanted < to;
+    } else if (inside && line.rfind(name, 0) == 0) {
+      return std::strtoull(line.c_str() + name.size(), nullptr, 10) * 1024;
     }
   }
   return 0;
 }
 
-std::string WordIn(const std::string& path) {
-  std::ifstream file(path);
-  std::string text;
-  std::getline(file, text);
-  const size_t open = text.find('[');
-  const size_t close = text.find(']');
-  return open < close && close != std::string::npos ? text.substr(open + 1, close - open - 1)
-                                                    : "unknown";
+// Of a file: what the file system was mounted for. Tried on a part of it.
+std::string HugePagesOfFile(uint8_t* memory, uint64_t size) {
+#ifdef MADV_POPULATE_READ
+  const uint64_t skip = -reinterpret_cast<uintptr_t>(memory) % kHugePage;
+  if (size >= skip + kHugePage &&
+      RetryEintr([&] { return madvise(memory + skip, kHugePage, MADV_POPULATE_READ); }) == 0) {
+    return BytesOf(memory, "ShmemPmdMapped:") > 0
+               ? "in huge pages"
+               : "no huge pages (a tmpfs mounted with huge=advise would have them)";
+  }
+#endif
+  return "huge pages not known";
 }
 
 }  // namespace
@@ -179,15 +187,14 @@ Result<uint8_t*> MapMemory(Fd fd, uint64_t size, std::string& huge) {
   uint8_t* const memory = static_cast<uint8_t*>(mapped);
   const bool advised = madvise(memory, size, MADV_HUGEPAGE) == 0;
   if (fd >= 0) {  // its pages are those that the file was made with
-    huge = "huge pages as the kernel's shmem_enabled says: " +
-           WordIn("/sys/kernel/mm/transparent_hugepage/shmem_enabled");
+    huge = HugePagesOfFile(memory, size);
     return memory;
   }
   if (Status populated = Populate(memory, size); !populated.ok()) {
     munmap(memory, size);
     return populated;
   }
-  huge = advised ? std::to_string(HugeBytes(memory) >> 20) + " MiB in huge pages"
+  huge = advised ? std::to_string(BytesOf(memory, "AnonHugePages:") >> 20) + " MiB in huge pages"
                  : "no huge pages: the kernel has none";
   return memory;
 }
