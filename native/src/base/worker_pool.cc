@@ -2,7 +2,7 @@
 
 #include <pthread.h>
 #include <signal.h>
-#include <unistd.h>
+#include <sys/resource.h>
 
 #include <algorithm>
 #include <condition_variable>
@@ -49,7 +49,9 @@ struct WorkerPool::State {
 
 void WorkerPool::State::Run(const std::shared_ptr<State>& state,
                             const std::shared_ptr<bool>& ended) {
-  if (state->nice > 0) (void)::nice(state->nice);  // on Linux, the calling thread's
+  if (state->nice > 0) {  // on Linux, of the calling thread
+    (void)setpriority(PRIO_PROCESS, 0, getpriority(PRIO_PROCESS, 0) + state->nice);
+  }
   Scratch scratch;
   std::unique_lock lock(state->mutex);
   for (;;) {
