@@ -18,8 +18,9 @@ A controller may have been built without ``__init__`` (tests do): what isn't the
 from __future__ import annotations
 
 import atexit
-import logging
+import contextlib
 import queue
+import sys
 import threading
 import weakref
 from typing import Any
@@ -28,8 +29,6 @@ from sglang.srt.managers import cache_controller as sglang_controller
 
 from .burst import BurstDoneEvent, LoadBurst
 from .waiting import LoaderGone, wait_for
-
-logger = logging.getLogger("sglang.srt.managers.cache_controller")
 
 THREAD_NAME = "hicache-load-enqueue"
 #: How long a stop waits for the bursts that are queued.
@@ -66,7 +65,7 @@ class HiCacheController:
             )
             self.load_enqueue_thread.start()
             _stop_at_exit(self)
-        logger.info(
+        sglang_controller.logger.info(
             "HiCache async load enqueue: %s (%s)",
             "enabled" if enabled else "disabled",
             type(self).__name__,
@@ -173,8 +172,11 @@ class HiCacheController:
             self._load_enqueue_stopping = True
             self.load_enqueue_queue.put(None)
         thread.join(JOIN_TIMEOUT_S)
+        if not thread.is_alive() and not self.load_enqueue_queue.empty():
+            # The loader died. With the handshake dropped, forwards would pass what it left.
+            self._load_enqueue_thread_func()
         if thread.is_alive():
-            logger.error(
+            sglang_controller.logger.error(
                 "HiCache async load enqueue: the loader didn't end in %g s", JOIN_TIMEOUT_S
             )
             return
@@ -183,7 +185,9 @@ class HiCacheController:
         self.load_enqueue_thread = None
         self._load_enqueue_stopping = False
         release_counter(self)
-        logger.info("HiCache async load enqueue: stopped (%s)", type(self).__name__)
+        sglang_controller.logger.info(
+            "HiCache async load enqueue: stopped (%s)", type(self).__name__
+        )
 
     # -- either thread -----------------------------------------------------------------------------
 
@@ -203,7 +207,7 @@ class HiCacheController:
             with sglang_controller.device_module.stream(h2d_stream):
                 producer_event.start_event.wait(h2d_stream)
                 moved = self._move_op_indices(op)
-                _keep_until_read([op, *(op.pool_transfers or ())], h2d_stream)
+                _keep_until_read([op, *(getattr(op, "pool_transfers", None) or ())], h2d_stream)
             if fence_event is not None:
                 h2d_stream.wait_event(fence_event)
         else:
@@ -221,9 +225,7 @@ class HiCacheController:
             transfer_layer_id_max=self.transfer_layer_id_max,
         )
 
-        if start_event_recorded:
-            _resolve(producer_event, completion.finish_event)
-        else:
+        if not (start_event_recorded and _resolve(producer_event, completion.finish_event)):
             self.mem_pool_device_allocator.set_hicache_transfer_done_event(
                 (id(self), "load"), completion.finish_event
             )
@@ -256,7 +258,12 @@ class HiCacheController:
             try:
                 if bind_error is not None:
                     raise bind_error
-                self._enqueue_load_burst(burst.op, burst.producer_event, True, burst.fence_event)
+                self._enqueue_load_burst(
+                    burst.op,
+                    burst.producer_event,
+                    start_event_recorded=True,
+                    fence_event=burst.fence_event,
+                )
             except BaseException as error:
                 self._abort_load_burst(burst.op, burst.producer_event, error)
             finally:
@@ -264,16 +271,21 @@ class HiCacheController:
                 bursts.task_done()
                 burst = None  # its tensors aren't kept until the next one comes
 
-    def _abort_load_burst(self, op: Any, producer_event: Any, error: BaseException) -> None:
+    def _abort_load_burst(
+        self, op: Any, producer_event: Any, error: BaseException | None = None
+    ) -> None:
         """A burst failed: log it, latch it, release its forward, publish an ack of no tokens.
+
+        ``error`` is the exception that is being handled, unless it is given.
 
         The ack has the node ids, since locks are released by it. The nodes' KV is stale; that no
         answer comes from it is `check_load_burst`'s business, before the forward's result is used.
         """
-        logger.error(
+        error = error or sys.exc_info()[1] or RuntimeError("the burst was aborted")
+        sglang_controller.logger.error(
             "HiCache async load enqueue: the burst of nodes %s failed", op.node_ids, exc_info=error
         )
-        if self.load_enqueue_error is None:
+        if getattr(self, "load_enqueue_error", None) is None:
             self.load_enqueue_error = error
         producer_event.burst_failed = True
         try:
@@ -282,7 +294,9 @@ class HiCacheController:
                 for layer in range(len(producer_event.load_events)):
                     producer_event.complete(layer)
         except Exception:
-            logger.exception("HiCache async load enqueue: the device takes no events any more")
+            sglang_controller.logger.exception(
+                "HiCache async load enqueue: the device takes no events any more"
+            )
             producer_event.release_waiters()
         _resolve(producer_event, producer_event.finish_event)
         self._append_load_ack(
@@ -295,11 +309,13 @@ class HiCacheController:
 
     def _append_load_ack(self, ack: Any) -> None:
         """Publish an ack; the burst is counted in ``ack_load_queue`` from now on."""
-        with self._ack_load_lock:
+        with getattr(self, "_ack_load_lock", None) or contextlib.nullcontext():
             self.ack_load_queue.append(ack)
-            self._load_bursts_queued = max(0, self._load_bursts_queued - 1)
-        with self._load_acked:
-            self._load_acked.notify_all()
+            self._load_bursts_queued = max(0, getattr(self, "_load_bursts_queued", 0) - 1)
+        acked = getattr(self, "_load_acked", None)
+        if acked is not None:
+            with acked:
+                acked.notify_all()
 
 
 def adopt_counter(controller: Any) -> None:
@@ -317,11 +333,11 @@ def release_counter(controller: Any) -> None:
 
 
 def _goes_to_loader(controller: Any, producer_event: Any) -> bool:
-    # `is True`: a mock's attribute is truthy.
+    # `is True`: a mock's attribute is truthy. A mock of an event has the handshake.
     return (
         getattr(controller, "async_load_enqueue", False) is True
         and controller.load_enqueue_thread is not None
-        and getattr(producer_event, "async_enqueue", False) is True
+        and bool(getattr(producer_event, "async_enqueue", False))
     )
 
 
@@ -334,9 +350,14 @@ def _keep_until_read(transfers: list, stream: Any) -> None:
             indices.record_stream(stream)
 
 
-def _resolve(producer_event: Any, finish_event: Any) -> None:
-    if producer_event.burst_done is not None:
-        producer_event.burst_done.resolve(finish_event)
+def _resolve(producer_event: Any, finish_event: Any) -> bool:
+    """Tell the burst's event that the allocator has; False if it has none, or was told."""
+    burst_done = getattr(producer_event, "burst_done", None)
+    if not isinstance(burst_done, BurstDoneEvent):
+        return False
+    producer_event.burst_done = None
+    burst_done.resolve(finish_event)
+    return True
 
 
 def _current_device(controller: Any) -> Any:

@@ -37,7 +37,7 @@ def is_load_back_event_done(original: Callable, self: Any, consumer_index: int) 
         if is_enqueue_done is not None:
             if not is_enqueue_done():
                 return False
-            if event.burst_failed:
+            if getattr(event, "burst_failed", False) is True:
                 controller.check_load_burst(consumer_index)
     return original(self, consumer_index)
 

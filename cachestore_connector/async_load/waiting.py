@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable
 
-logger = logging.getLogger("sglang.srt.managers.cache_controller")
+from sglang.srt.managers import cache_controller as sglang_controller
 
 #: Seconds between log lines of a wait that goes on.
 LOG_INTERVAL_S = 30.0
@@ -47,5 +46,7 @@ def wait_for(
             raise LoaderGone(f"HiCache async load enqueue: {waited:.0f} s, waiting for {what}")
         if waited >= (logged + 1) * LOG_INTERVAL_S:
             logged = int(waited / LOG_INTERVAL_S)
-            logger.warning("HiCache async load enqueue: %.0f s, waiting for %s", waited, what)
+            sglang_controller.logger.warning(
+                "HiCache async load enqueue: %.0f s, waiting for %s", waited, what
+            )
         condition.wait(min(_SLICE_S, LOG_INTERVAL_S, LIMIT_S - waited))
