@@ -60,7 +60,6 @@ def mla_pool(*, layout="page_first_direct", layers=3, rank=12, rope=4, dtype=tor
              page_size=PAGE, pages=8, fill=None):  # fmt: skip
     """An MLATokenToKVPoolHost of at least ``pages`` pages."""
     from sglang.srt.mem_cache.device_pool_info import MLABufferInfo
-    from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
     tokens = page_size
     buffers = tuple(torch.zeros(tokens, 1, rank + rope, dtype=dtype) for _ in range(layers))
@@ -76,13 +75,19 @@ def mla_pool(*, layout="page_first_direct", layers=3, rank=12, rope=4, dtype=tor
         dtype=dtype,
         device=torch.device("cpu"),
     )
+    return _filled(_mla_host(info, layout, layers, pages), fill)
+
+
+def _mla_host(info, layout, layers, pages):
+    """The host pool of an MLABufferInfo."""
+    from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
+
     with _host_budget():
-        pool = MLATokenToKVPoolHost(
-            info, 1.0, 0, page_size, layout, pin_memory=False,
-            device_capacity_tokens=tokens, start_layer=0, end_layer=layers,
-            target_layer_num=layers, host_token_capacity=pages * page_size,
+        return MLATokenToKVPoolHost(
+            info, 1.0, 0, info.page_size, layout, pin_memory=False,
+            device_capacity_tokens=info.page_size, start_layer=0, end_layer=layers,
+            target_layer_num=layers, host_token_capacity=pages * info.page_size,
         )  # fmt: skip
-    return _filled(pool, fill)
 
 
 # What a page of ``page_first_kv_split`` may hold, as arguments of `split_pool`.
@@ -103,7 +108,6 @@ def split_pool(*, layers=3, rank=12, rope=4, index=None, scale=False, index_laye
     ``packed_fp8``: K holds it all, and V nothing.
     """
     from sglang.srt.mem_cache.device_pool_info import MLABufferInfo, MLASplitBuffers
-    from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
     dtype = torch.float8_e4m3fn if packed_fp8 else torch.bfloat16
     k_width = rank + rope + 3 if packed_fp8 else rank
@@ -135,13 +139,7 @@ def split_pool(*, layers=3, rank=12, rope=4, index=None, scale=False, index_laye
         device=torch.device("cpu"),
         packed_fp8=packed_fp8,
     )
-    with _host_budget():
-        pool = MLATokenToKVPoolHost(
-            info, 1.0, 0, page_size, "page_first_kv_split", pin_memory=False,
-            device_capacity_tokens=page_size, start_layer=0, end_layer=layers,
-            target_layer_num=layers, host_token_capacity=pages * page_size,
-        )  # fmt: skip
-    return _filled(pool, fill)
+    return _filled(_mla_host(info, "page_first_kv_split", layers, pages), fill)
 
 
 def _buffers(pool):

@@ -64,25 +64,20 @@ void CacheCore::ReclaimSoon() {
   if (thrown != CS_OK) disarm();  // for the next time
 }
 
-std::vector<uint8_t*> CacheCore::TensorsIn(uint8_t* slot) const {
-  std::vector<uint8_t*> tensors;
-  tensors.reserve(geometry_.tensor_sizes.size());
-  for (const uint64_t size : geometry_.tensor_sizes) {
-    tensors.push_back(slot);
-    slot += size;
+void AddSlot(Batch& batch, const Region& region, uint32_t slot, const Geometry& geometry) {
+  batch.tensors = geometry.tensor_sizes.size();
+  batch.blocks.push_back(region.slot(slot).block);
+  batch.shard_indices.push_back(0);
+  uint8_t* tensor = region.bytes(slot);
+  for (const uint64_t size : geometry.tensor_sizes) {
+    batch.addresses.push_back(tensor);
+    tensor += size;
   }
-  return tensors;
 }
 
 Batch CacheCore::BatchOf(std::span<const SlotRef> slots) const {
   Batch batch;
-  batch.tensors = geometry_.tensor_sizes.size();
-  for (const SlotRef ref : slots) {
-    batch.blocks.push_back(slots_.block(ref));
-    batch.shard_indices.push_back(0);
-    const std::vector<uint8_t*> tensors = TensorsIn(slots_.bytes(ref));
-    batch.addresses.insert(batch.addresses.end(), tensors.begin(), tensors.end());
-  }
+  for (const SlotRef ref : slots) AddSlot(batch, region_, ref.slot, geometry_);
   return batch;
 }
 
@@ -115,6 +110,7 @@ Result<std::shared_ptr<Request>> CacheCore::StartBelow(
   if (thrown == CS_OK && started.ok()) return request;
   const std::lock_guard lock(mutex_);
   below_requests_.erase(number);
+  if (thrown != CS_OK && arm) watch_armed_ = false;  // for the next one to set it
   return started;
 }
 

@@ -37,6 +37,10 @@ struct CacheCounters {
   std::atomic<uint64_t> given_up{0};      // dirty slots never stored
 };
 
+// Adds a slot's block to a request to the tier below: its tensors lie in the slot
+// one after another.
+void AddSlot(Batch& batch, const Region& region, uint32_t slot, const Geometry& geometry);
+
 class CacheCore {
  public:
   CacheCore(Region& region, SlotTable& slots, Tier& below, const Geometry& geometry,
@@ -52,8 +56,6 @@ class CacheCore {
   const Geometry& geometry() const { return geometry_; }
   uint64_t payload() const { return payload_; }
 
-  // Where the tensors of a shard lie in a slot.
-  std::vector<uint8_t*> TensorsIn(uint8_t* slot) const;
   // A request to the tier below for slots.
   Batch BatchOf(std::span<const SlotRef> slots) const;
 

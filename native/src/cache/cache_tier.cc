@@ -141,16 +141,7 @@ void CacheTier::Rescue(const CacheOptions& options, Region& region, Tier& below,
   for (size_t from = 0; from < dirty.size();) {
     const size_t to = std::min(from + piece, dirty.size());
     Batch batch;
-    batch.tensors = options.geometry.tensor_sizes.size();
-    for (size_t i = from; i < to; ++i) {
-      batch.blocks.push_back(region.slot(dirty[i]).block);
-      batch.shard_indices.push_back(0);
-      uint8_t* at = region.bytes(dirty[i]);
-      for (const uint64_t size : options.geometry.tensor_sizes) {
-        batch.addresses.push_back(at);
-        at += size;
-      }
-    }
+    for (size_t i = from; i < to; ++i) AddSlot(batch, region, dirty[i], options.geometry);
     const auto request = std::make_shared<Request>(std::move(batch));
     const Status started = below.Dump(request);
     if (started.code() == CS_REFUSED && piece > 1) {

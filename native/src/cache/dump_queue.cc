@@ -64,12 +64,10 @@ Status DumpQueue::Dump(const std::shared_ptr<Request>& request) {
   // Not before: a refused request does no I/O.
   call->epoch = core_.slots().epoch();
   call->epoch_below = core_.below().Epoch();
-  bool submitted = false;
-  const Code thrown = Thrown([&] { submitted = executor_.Submit(std::move(steps)); });
-  if (submitted) return Status::Ok();
-  admission_.TakeBack(request->size());
-  if (thrown != CS_OK) return {thrown, "no memory for a request"};
-  return {CS_CLOSED, "the store is closing"};
+  return admission_.Submit(*request, [&] {
+    return executor_.Submit(std::move(steps)) ? Status::Ok()
+                                              : Status(CS_CLOSED, "the store is closing");
+  });
 }
 
 void DumpQueue::Queue(Step step) {

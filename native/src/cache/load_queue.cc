@@ -26,10 +26,13 @@ Status LoadQueue::Load(const std::shared_ptr<Request>& request) {
   // Once the last shard has ended: the first block is the one used last.
   const auto last_touches = [this, call = call.get(), request = request.get()] {
     if (call->remaining.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
-    (void)executor_.Submit(
-        {[this, blocks = request->batch().blocks, parent = request->batch().parent](size_t) {
-          core_.slots().Touch(blocks, parent ? &*parent : nullptr);
-        }});
+    // Without memory for it the order of use is less exact, no more.
+    (void)Thrown([&] {
+      (void)executor_.Submit(
+          {[this, blocks = request->batch().blocks, parent = request->batch().parent](size_t) {
+            core_.slots().Touch(blocks, parent ? &*parent : nullptr);
+          }});
+    });
   };
   std::vector<HostCopyExecutor::Step> steps;
   steps.reserve(request->size());
@@ -40,12 +43,10 @@ Status LoadQueue::Load(const std::shared_ptr<Request>& request) {
       !admitted.ok()) {
     return admitted;
   }
-  bool submitted = false;
-  const Code thrown = Thrown([&] { submitted = executor_.Submit(std::move(steps)); });
-  if (submitted) return Status::Ok();
-  admission_.TakeBack(request->size());
-  if (thrown != CS_OK) return {thrown, "no memory for a request"};
-  return {CS_CLOSED, "the store is closing"};
+  return admission_.Submit(*request, [&] {
+    return executor_.Submit(std::move(steps)) ? Status::Ok()
+                                              : Status(CS_CLOSED, "the store is closing");
+  });
 }
 
 void LoadQueue::Queue(Step step) {

@@ -263,17 +263,10 @@ Status PosixTier::Admit(Admission& direction, const std::shared_ptr<Request>& re
   return direction.Admit(*request, std::move(tier_data), keep_alive);
 }
 
-Status PosixTier::Submit(Admission& direction, WorkerPool& pool,
-                         const std::shared_ptr<Request>& request) {
-  Status submitted{CS_NO_MEMORY, "no memory for a request"};
-  (void)Thrown([&] { submitted = Submit(pool, request); });
-  if (!submitted.ok()) direction.TakeBack(request->size());
-  return submitted;
-}
-
 Status PosixTier::Load(const std::shared_ptr<Request>& request) {
   Status admitted = Admit(core_->load, request, nullptr);
-  return admitted.ok() ? Submit(core_->load, load_pool_, request) : admitted;
+  if (!admitted.ok()) return admitted;
+  return core_->load.Submit(*request, [&] { return Submit(load_pool_, request); });
 }
 
 Status PosixTier::Dump(const std::shared_ptr<Request>& request) {
@@ -291,7 +284,7 @@ Status PosixTier::Dump(const std::shared_ptr<Request>& request) {
   if (batch.epoch.has_value() && *batch.epoch != Epoch()) {
     for (const auto& block : writes->blocks) block->epoch = BlockWrite::kCleared;
   }
-  return Submit(core_->dump, dump_pool_, request);
+  return core_->dump.Submit(*request, [&] { return Submit(dump_pool_, request); });
 }
 
 void PosixTier::Cancel(const std::shared_ptr<Request>& request, Code code) {

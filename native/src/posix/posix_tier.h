@@ -61,7 +61,6 @@ class PosixTier final : public Tier {
 
   Status Admit(Admission& direction, const std::shared_ptr<Request>& request,
                std::shared_ptr<void> tier_data);
-  Status Submit(Admission& direction, WorkerPool& pool, const std::shared_ptr<Request>& request);
   Status Submit(WorkerPool& pool, const std::shared_ptr<Request>& request);
   uint64_t LookupAside(std::span<const BlockId> blocks, std::span<uint8_t> present,
                        Request::Clock::time_point deadline);

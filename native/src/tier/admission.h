@@ -40,10 +40,17 @@ class Admission {
         std::move(tier_data));
     return Status::Ok();
   }
-  // After Admit: the request could not be queued after all.
-  void TakeBack(size_t shards) {
-    quota_.GiveBack(shards);
-    Refuse(shards);
+  // After Admit: has `queue` queue all of the request or nothing. If that fails or
+  // throws, the room is taken back.
+  template <typename Queue>
+  Status Submit(const Request& request, Queue queue) {
+    Status queued{CS_NO_MEMORY, "no memory for a request"};
+    (void)Thrown([&] { queued = queue(); });
+    if (!queued.ok()) {
+      quota_.GiveBack(request.size());
+      Refuse(request.size());
+    }
+    return queued;
   }
 
   // `payload`: bytes of a shard. `existing`: of the dumps that ended well, those

@@ -86,6 +86,17 @@ std::unique_ptr<Region> AttachOrFail(const StoreSetup& setup) {
   return std::move(region.value());
 }
 
+std::unique_ptr<Region> AttachAtRest(const StoreSetup& setup) {
+  auto region = AttachOrFail(setup);
+  if (region == nullptr) return nullptr;
+  EXPECT_TRUE(Eventually([&] {
+    const RegionCounts counts = CountsOf(*region);
+    return counts.loading == 0 && counts.dirty == 0 && counts.pins == 0;
+  }));
+  EXPECT_EQ(Inconsistency(*region), "");
+  return region;
+}
+
 RegionCounts CountsOf(Region& region) {
   RegionCounts counts;
   const Region::Lock lock(region);

@@ -18,6 +18,9 @@ std::string RegionPath(const StoreSetup& setup);
 // Attaches (or makes it, of setup.buffer_capacity). Null, and a failure, if it
 // can't.
 std::unique_ptr<Region> AttachOrFail(const StoreSetup& setup);
+// The same, once nobody holds a slot any more: none is being loaded, dirty or
+// pinned, which must come to be soon, and all fits together.
+std::unique_ptr<Region> AttachAtRest(const StoreSetup& setup);
 
 struct RegionCounts {
   uint32_t free = 0, ready = 0, failed = 0, loading = 0, dirty = 0, orphans = 0;

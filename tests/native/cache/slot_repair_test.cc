@@ -273,9 +273,6 @@ TEST(SlotRepair, HalfDoneChangesOfAState) {
 
 // Whoever dies with the mutex: the next one repairs, and goes on.
 TEST(SlotRepair, ComesWithTheMutexOfTheDead) {
-#ifdef __SANITIZE_THREAD__
-  SKIP("thread sanitizer knows no mutex whose owner has died");
-#endif
   FewSlotsTable few(4);
   Loaded(few.table, 1);
   std::thread([&] {
