@@ -273,6 +273,9 @@ TEST(SlotRepair, HalfDoneChangesOfAState) {
 
 // Whoever dies with the mutex: the next one repairs, and goes on.
 TEST(SlotRepair, ComesWithTheMutexOfTheDead) {
+#ifdef __SANITIZE_THREAD__
+  SKIP("thread sanitizer takes a mutex of a thread that has ended for one that it still holds");
+#endif
   FewSlotsTable few(4);
   Loaded(few.table, 1);
   std::thread([&] {
