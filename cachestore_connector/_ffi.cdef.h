@@ -21,10 +21,17 @@ typedef enum {
 } cs_zero_copy;
 
 typedef enum {
-  CS_EVENT_INFO = 0,
-  CS_EVENT_WARNING = 1,
-  CS_EVENT_ERROR = 2
-} cs_event_level;
+  CS_DIRECT_OFF = 0,
+  CS_DIRECT_ON = 1,
+  CS_DIRECT_REQUIRED = 2
+} cs_direct;
+
+typedef enum {
+  CS_VERIFY_ALWAYS = 0,
+  CS_VERIFY_SAMPLE = 1,
+  CS_VERIFY_NEVER = 2
+} cs_verify;
+typedef enum { CS_EVENT_INFO = 0, CS_EVENT_WARNING = 1, CS_EVENT_ERROR = 2 } cs_event_level;
 
 typedef struct cs_store cs_store;
 typedef uint64_t cs_task;
@@ -47,7 +54,11 @@ typedef struct {
   uint32_t io_direct;
   uint32_t posix_zero_copy;
   uint32_t timeout_ms;
-
+  uint32_t verify;
+  const uint64_t* posix_capacities;
+  uint64_t posix_free_space_reserve;
+  uint32_t posix_high_watermark_percent;
+  uint32_t posix_low_watermark_percent;
   uint32_t share_buffer_enable;
   const char* cache_buffer_directory;
   uint64_t cache_buffer_capacity;
@@ -111,6 +122,18 @@ typedef struct {
   uint64_t cache_dump_running;
   uint64_t storage_loads;
   uint64_t storage_dumps;
+  uint64_t verify_skipped;
+  uint64_t evicted_blocks;
+  uint64_t evicted_bytes;
+  uint64_t posix_used_bytes;
+  uint64_t posix_capacity_bytes;
+  uint64_t posix_directories;
+  uint64_t posix_directories_out;
+  uint64_t posix_directories_read_only;
+  uint64_t posix_directories_full;
+  uint64_t posix_collecting;
+  uint64_t posix_uses_pending;
+  uint64_t posix_uses_dropped;
 } cs_stats;
 
 int cs_open(const cs_config* config, cs_store** out);

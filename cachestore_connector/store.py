@@ -18,6 +18,8 @@ from .errors import Code, StoreClosed, check
 
 BLOCK_ID_BYTES = 16
 _ZERO_COPY = {"auto": 0, "always": 1, "never": 2}
+_DIRECT: dict[bool | str, int] = {False: 0, True: 1, "required": 2}
+_VERIFY = {"always": 0, "sample": 1, "never": 2}
 _EVENT_TEXT_BYTES = 4096
 
 
@@ -40,9 +42,14 @@ class StoreOptions:
     posix_load_worker_number: int
     posix_dump_worker_number: int
     posix_queue_depth: int
-    io_direct: bool
+    io_direct: bool | str
     posix_zero_copy: str
     timeout_ms: int
+    verify: str = "always"
+    posix_capacities: Sequence[int] | None = None
+    posix_free_space_reserve: int = 0
+    posix_high_watermark_percent: int = 97
+    posix_low_watermark_percent: int = 95
     share_buffer_enable: bool = True
     cache_buffer_directory: str = "/dev/shm"
     cache_buffer_capacity: int = 0
@@ -284,9 +291,19 @@ def _native_config(options: StoreOptions) -> tuple[Any, list[Any]]:
     config.posix_load_worker_number = options.posix_load_worker_number
     config.posix_dump_worker_number = options.posix_dump_worker_number
     config.posix_queue_depth = options.posix_queue_depth
-    config.io_direct = int(options.io_direct)
+    config.io_direct = _DIRECT[options.io_direct]
     config.posix_zero_copy = _ZERO_COPY[options.posix_zero_copy]
     config.timeout_ms = options.timeout_ms
+    config.verify = _VERIFY[options.verify]
+    capacities = ffi.NULL
+    if options.posix_capacities is not None:
+        if len(options.posix_capacities) != len(strings):
+            raise ValueError("posix_capacities: one for each of storage_backends")
+        capacities = ffi.new("uint64_t[]", list(options.posix_capacities))
+    config.posix_capacities = capacities
+    config.posix_free_space_reserve = options.posix_free_space_reserve
+    config.posix_high_watermark_percent = options.posix_high_watermark_percent
+    config.posix_low_watermark_percent = options.posix_low_watermark_percent
     directory = ffi.new("char[]", os.fsencode(options.cache_buffer_directory))
     affinity = ffi.new("char[]", options.cache_h2h_cpu_affinity.encode())
     config.share_buffer_enable = int(options.share_buffer_enable)
@@ -297,7 +314,8 @@ def _native_config(options: StoreOptions) -> tuple[Any, list[Any]]:
     config.cache_h2h_cpu_affinity = affinity
     config.cache_peer_timeout_ms = options.cache_peer_timeout_ms
     config.cache_dirty_percent = options.cache_dirty_percent
-    return config, [strings, pipeline, backends, name, manifest, sizes, directory, affinity]
+    alive = [strings, pipeline, backends, name, manifest, sizes, capacities, directory, affinity]
+    return config, alive
 
 
 def _stats(handle: Any) -> dict[str, int]:

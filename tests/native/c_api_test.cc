@@ -191,7 +191,14 @@ TEST(CApi, BadFieldsAreNamed) {
   refused([](cs_config& c) { c.posix_dump_worker_number = UINT32_MAX; },
           {"posix_dump_worker_number"});
   refused([](cs_config& c) { c.posix_queue_depth = 0; }, {"posix_queue_depth", "0"});
-  refused([](cs_config& c) { c.io_direct = 2; }, {"io_direct", "2"});
+  refused([](cs_config& c) { c.io_direct = 3; }, {"io_direct", "3"});
+  refused([](cs_config& c) { c.verify = 3; }, {"verify", "3"});
+  refused([](cs_config& c) { c.posix_high_watermark_percent = 101; },
+          {"posix_high_watermark_percent", "101"});
+  refused([](cs_config& c) { c.posix_low_watermark_percent = 0; },
+          {"posix_low_watermark_percent", "0"});
+  refused([](cs_config& c) { c.posix_low_watermark_percent = 98; },
+          {"posix_low_watermark_percent", "98", "97"});
   refused([](cs_config& c) { c.posix_zero_copy = 3; }, {"posix_zero_copy", "3"});
   refused([](cs_config& c) { c.timeout_ms = 0; }, {"timeout_ms", "0"});
   // None of these made anything.

@@ -83,9 +83,9 @@ size_t DescriptorCount() { return EntriesOf("/proc/self/fd"); }
 
 const char* OpName(Op op) {
   static constexpr const char* kNames[kOpCount] = {
-      "OpenRead",      "OpenWrite",       "OpenLocked", "Close",          "ReadFull",
-      "WriteFull",     "StatFd",          "Stat",       "Rename",         "Unlink",
-      "MakeDirectory", "RemoveDirectory", "List",       "FilesystemType", "UniqueName"};
+      "OpenRead", "OpenWrite",      "OpenLocked", "Close",       "ReadFull",      "WriteFull",
+      "StatFd",   "Stat",           "Rename",     "Unlink",      "MakeDirectory", "RemoveDirectory",
+      "List",     "FilesystemType", "UniqueName", "SetModified", "Space"};
   return kNames[static_cast<size_t>(op)];
 }
 
@@ -260,6 +260,15 @@ Result<uint64_t> FaultEnv::FilesystemType(const std::string& path) {
     const uint64_t type = filesystem_type_;
     return type != 0 ? Result<uint64_t>(type) : real_.FilesystemType(path);
   });
+}
+
+Status FaultEnv::SetModified(const std::string& path, uint64_t modified_ns) {
+  return Do<Status>({Op::kSetModified, path},
+                    [&](Call&) { return real_.SetModified(path, modified_ns); });
+}
+
+Result<SpaceInfo> FaultEnv::Space(const std::string& path) {
+  return Do<Result<SpaceInfo>>({Op::kSpace, path}, [&](Call&) { return real_.Space(path); });
 }
 
 std::string FaultEnv::UniqueName() {

@@ -71,8 +71,10 @@ enum class Op : uint8_t {
   kList,
   kFilesystemType,
   kUniqueName,
+  kSetModified,
+  kSpace,
 };
-inline constexpr size_t kOpCount = 15;
+inline constexpr size_t kOpCount = 17;
 const char* OpName(Op op);
 
 // Thread-safe. Must outlive every worker that uses it: call WaitIdle before
@@ -123,6 +125,9 @@ class FaultEnv : public Env {
   Result<std::vector<std::string>> List(const std::string& path) override;
   Result<uint64_t> FilesystemType(const std::string& path) override;
   std::string UniqueName() override;
+  Status SetModified(const std::string& path, uint64_t modified_ns) override;
+  Result<SpaceInfo> Space(const std::string& path) override;
+  uint64_t Now() override { return real_.Now(); }  // no system call that could fail
 
  private:
   struct Hooks {

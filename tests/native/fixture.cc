@@ -53,9 +53,14 @@ cs_config StoreSetup::Config() const {
   config.posix_load_worker_number = load_workers;
   config.posix_dump_worker_number = dump_workers;
   config.posix_queue_depth = queue_depth;
-  config.io_direct = direct ? 1 : 0;
+  config.io_direct = !direct ? CS_DIRECT_OFF : direct_required ? CS_DIRECT_REQUIRED : CS_DIRECT_ON;
   config.posix_zero_copy = zero_copy;
   config.timeout_ms = timeout_ms;
+  config.verify = verify;
+  config.posix_capacities = capacities.empty() ? nullptr : capacities.data();
+  config.posix_free_space_reserve = free_space_reserve;
+  config.posix_high_watermark_percent = high_watermark_percent;
+  config.posix_low_watermark_percent = low_watermark_percent;
   config.share_buffer_enable = share_buffer ? 1 : 0;
   config.cache_buffer_directory = buffer_directory.c_str();
   config.cache_buffer_capacity = buffer_capacity;

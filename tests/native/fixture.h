@@ -34,6 +34,12 @@ struct StoreSetup {
   bool direct = false;
   cs_zero_copy zero_copy = CS_ZERO_COPY_AUTO;
   uint32_t timeout_ms = 5000;
+  bool direct_required = false;  // with `direct`
+  cs_verify verify = CS_VERIFY_ALWAYS;
+  std::vector<uint64_t> capacities;  // bytes for each of roots; empty: no limit
+  uint64_t free_space_reserve = 0;
+  uint32_t high_watermark_percent = 97;
+  uint32_t low_watermark_percent = 95;
   // Of the Cache tier.
   bool share_buffer = true;
   std::string buffer_directory = "/dev/shm";

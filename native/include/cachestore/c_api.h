@@ -67,6 +67,18 @@ typedef enum {
   CS_ZERO_COPY_NEVER = 2   /* always through a buffer of the store's */
 } cs_zero_copy;
 
+typedef enum {
+  CS_DIRECT_OFF = 0,
+  CS_DIRECT_ON = 1,      /* O_DIRECT where the filesystem can */
+  CS_DIRECT_REQUIRED = 2 /* O_DIRECT, or cs_open fails */
+} cs_direct;
+
+typedef enum {
+  CS_VERIFY_ALWAYS = 0,
+  CS_VERIFY_SAMPLE = 1, /* one block in 16, and all that this boot of this host hasn't written */
+  CS_VERIFY_NEVER = 2   /* only what this boot of this host hasn't written */
+} cs_verify;
+
 typedef enum { CS_EVENT_INFO = 0, CS_EVENT_WARNING = 1, CS_EVENT_ERROR = 2 } cs_event_level;
 
 typedef struct cs_store cs_store;
@@ -87,9 +99,15 @@ typedef struct {
   uint32_t posix_load_worker_number;
   uint32_t posix_dump_worker_number;
   uint32_t posix_queue_depth; /* shards queued + running, per direction */
-  uint32_t io_direct;         /* 0 or 1: O_DIRECT where the filesystem can */
+  uint32_t io_direct;         /* a cs_direct */
   uint32_t posix_zero_copy;   /* a cs_zero_copy */
   uint32_t timeout_ms;        /* bound of the calls that do I/O themselves */
+  uint32_t verify;            /* a cs_verify: of the bytes; a block's record is always checked */
+  /* Space. What is used longest ago is evicted, of all identities in a directory. */
+  const uint64_t* posix_capacities;      /* bytes for each directory, 0: no limit; null: none has */
+  uint64_t posix_free_space_reserve;     /* bytes to leave free on each filesystem; 0: none */
+  uint32_t posix_high_watermark_percent; /* of the capacity: eviction begins above; 1 to 100 */
+  uint32_t posix_low_watermark_percent;  /* and ends below; 1 to the high one */
   /* Of the Cache tier; not looked at without one. */
   uint32_t share_buffer_enable;       /* 0 or 1: one buffer for all processes of a host */
   const char* cache_buffer_directory; /* of the shared buffer: a tmpfs */
@@ -161,6 +179,20 @@ typedef struct {
   uint64_t cache_dump_running;
   uint64_t storage_loads; /* shards read from the storage */
   uint64_t storage_dumps; /* shards written to it */
+  /* Of the files. */
+  uint64_t verify_skipped; /* loads whose bytes weren't checked */
+  uint64_t evicted_blocks; /* by this store: one of those on a directory evicts */
+  uint64_t evicted_bytes;
+  /* Now; of all identities, processes and hosts; of directories with a limit. */
+  uint64_t posix_used_bytes;
+  uint64_t posix_capacity_bytes;
+  uint64_t posix_directories;           /* now */
+  uint64_t posix_directories_out;       /* now out of use */
+  uint64_t posix_directories_read_only; /* now only read from */
+  uint64_t posix_directories_full;      /* now without room */
+  uint64_t posix_collecting;            /* now: directories that this store evicts from */
+  uint64_t posix_uses_pending;          /* now: uses of blocks not yet noted in the files' times */
+  uint64_t posix_uses_dropped;          /* uses that never were */
 } cs_stats;
 
 /* Opens a store. On failure *out is null. Creates the directories it needs. */

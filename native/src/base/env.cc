@@ -4,6 +4,7 @@
 #include <fcntl.h>
 #include <sys/random.h>
 #include <sys/stat.h>
+#include <sys/statvfs.h>
 #include <sys/vfs.h>
 #include <unistd.h>
 
@@ -14,6 +15,7 @@
 #include <climits>
 #include <cstdio>
 #include <cstring>
+#include <ctime>
 #include <memory>
 
 namespace cachestore {
@@ -113,8 +115,17 @@ class RealEnv final : public Env {
 
   Result<FileInfo> Stat(const std::string& path) override {
     struct stat st;
-    if (stat(path.c_str(), &st) != 0) return Status::FromErrno(errno, "stat", path);
+    if (lstat(path.c_str(), &st) != 0) return Status::FromErrno(errno, "stat", path);
     return Info(st);
+  }
+
+  Status SetModified(const std::string& path, uint64_t modified_ns) override {
+    timespec times[2] = {};
+    times[0].tv_nsec = UTIME_OMIT;
+    times[1].tv_sec = static_cast<time_t>(modified_ns / 1000000000u);
+    times[1].tv_nsec = static_cast<long>(modified_ns % 1000000000u);
+    if (utimensat(AT_FDCWD, path.c_str(), times, AT_SYMLINK_NOFOLLOW) == 0) return Status::Ok();
+    return Status::FromErrno(errno, "set times of", path);
   }
 
   Status Rename(const std::string& from, const std::string& to) override {
@@ -130,8 +141,9 @@ class RealEnv final : public Env {
   Status MakeDirectory(const std::string& path) override {
     if (mkdir(path.c_str(), 0700) == 0) return Status::Ok();
     if (errno == EEXIST) {
-      const Result<FileInfo> info = Stat(path);
-      if (info.ok() && info.value().is_directory) return Status::Ok();
+      // A storage backend may be a link to a directory.
+      struct stat st;
+      if (stat(path.c_str(), &st) == 0 && S_ISDIR(st.st_mode)) return Status::Ok();
       errno = ENOTDIR;
     }
     return Status::FromErrno(errno, "make directory", path);
@@ -143,8 +155,14 @@ class RealEnv final : public Env {
   }
 
   Result<std::vector<std::string>> List(const std::string& path) override {
-    const std::unique_ptr<DIR, int (*)(DIR*)> directory(opendir(path.c_str()), &closedir);
-    if (directory == nullptr) return Status::FromErrno(errno, "list", path);
+    Result<Fd> opened = Open(path, O_RDONLY | O_DIRECTORY, "list");
+    if (!opened.ok()) return opened.status();
+    const std::unique_ptr<DIR, int (*)(DIR*)> directory(fdopendir(opened.value()), &closedir);
+    if (directory == nullptr) {
+      const int error = errno;
+      close(opened.value());
+      return Status::FromErrno(error, "list", path);
+    }
     std::vector<std::string> names;
     for (;;) {
       errno = 0;
@@ -166,6 +184,21 @@ class RealEnv final : public Env {
     return static_cast<uint64_t>(st.f_type) & 0xffffffffu;
   }
 
+  Result<SpaceInfo> Space(const std::string& path) override {
+    struct statvfs st;
+    if (RetryEintr([&] { return statvfs(path.c_str(), &st); }) != 0) {
+      return Status::FromErrno(errno, "statvfs", path);
+    }
+    const uint64_t unit = st.f_frsize;
+    return SpaceInfo{st.f_blocks * unit, st.f_bavail * unit};
+  }
+
+  uint64_t Now() override {
+    timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    return static_cast<uint64_t>(now.tv_sec) * 1000000000u + static_cast<uint64_t>(now.tv_nsec);
+  }
+
   std::string UniqueName() override {
     uint64_t number = 0;
     if (getrandom(&number, sizeof number, 0) != static_cast<ssize_t>(sizeof number)) {
@@ -182,7 +215,8 @@ class RealEnv final : public Env {
 
  private:
   static Result<Fd> Open(const std::string& path, int flags, const char* what) {
-    const Fd fd = RetryEintr([&] { return open(path.c_str(), flags | O_CLOEXEC, 0600); });
+    const Fd fd =
+        RetryEintr([&] { return open(path.c_str(), flags | O_CLOEXEC | O_NOFOLLOW, 0600); });
     if (fd < 0) return Status::FromErrno(errno, what, path);
     return fd;
   }
@@ -215,6 +249,8 @@ Status Env::MakeDirectories(const std::string& path) {
 }
 
 Status Env::RemoveTree(const std::string& path, const std::function<bool()>& stop) {
+  // Not what a link points to.
+  if (const Status removed = Unlink(path); removed.ok()) return removed;
   Result<std::vector<std::string>> names = List(path);
   if (!names.ok()) {
     return names.status().code() == CS_NOT_FOUND ? Status::Ok() : names.status();
@@ -222,9 +258,6 @@ Status Env::RemoveTree(const std::string& path, const std::function<bool()>& sto
   for (const std::string& name : names.value()) {
     if (stop()) return {CS_CLOSED, "stopped while removing " + path};
     const std::string child = path + "/" + name;
-    // Unlink first: it never follows a symbolic link out of the tree.
-    const Status removed = Unlink(child);
-    if (removed.ok() || removed.code() == CS_NOT_FOUND) continue;
     if (Status below = RemoveTree(child, stop); !below.ok()) return below;
   }
   const Status removed = RemoveDirectory(path);

@@ -35,10 +35,18 @@ struct FileInfo {
   uint64_t modified_ns = 0;  // since 1970
 };
 
+// Of a filesystem, in bytes.
+struct SpaceInfo {
+  uint64_t total = 0;
+  uint64_t available = 0;  // to this user
+};
+
 class Env {
  public:
   virtual ~Env() = default;
   static Env& Real();
+
+  // A symbolic link is never followed where it stands at the end of a path.
 
   // Never waits for a peer, whatever stands there (a FIFO, a device).
   virtual Result<Fd> OpenRead(const std::string& path, bool direct) = 0;
@@ -61,6 +69,8 @@ class Env {
 
   virtual Result<FileInfo> StatFd(Fd fd) = 0;
   virtual Result<FileInfo> Stat(const std::string& path) = 0;
+  // Sets when a file was modified, in ns since 1970.
+  virtual Status SetModified(const std::string& path, uint64_t modified_ns) = 0;
   virtual Status Rename(const std::string& from, const std::string& to) = 0;
   virtual Status Unlink(const std::string& path) = 0;
   // Success also if the directory is there already. Mode 0700.
@@ -70,6 +80,9 @@ class Env {
   virtual Result<std::vector<std::string>> List(const std::string& path) = 0;
   // The filesystem's type number, as statfs(2) gives it.
   virtual Result<uint64_t> FilesystemType(const std::string& path) = 0;
+  virtual Result<SpaceInfo> Space(const std::string& path) = 0;
+  // ns since 1970.
+  virtual uint64_t Now() = 0;
   // Sixteen hex digits that no other process or call has.
   virtual std::string UniqueName() = 0;
 

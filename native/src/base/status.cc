@@ -15,6 +15,7 @@ Status Status::FromErrno(int error, const char* what, const std::string& path) {
       break;
     case ENOENT:
     case ENOTDIR:
+    case ESTALE:  // another host has removed it
       code = CS_NOT_FOUND;
       break;
     case EINVAL:

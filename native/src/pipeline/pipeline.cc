@@ -51,9 +51,13 @@ Status CheckPosix(const cs_config& config) {
            CheckRange("posix_load_worker_number", config.posix_load_worker_number, 1, 1024),
            CheckRange("posix_dump_worker_number", config.posix_dump_worker_number, 1, 1024),
            CheckRange("posix_queue_depth", config.posix_queue_depth, 1, uint64_t{1} << 30),
-           CheckRange("io_direct", config.io_direct, 0, 1),
+           CheckRange("io_direct", config.io_direct, 0, 2),
            CheckRange("posix_zero_copy", config.posix_zero_copy, 0, 2),
            CheckRange("timeout_ms", config.timeout_ms, 1, uint64_t{1} << 31),
+           CheckRange("verify", config.verify, 0, 2),
+           CheckRange("posix_high_watermark_percent", config.posix_high_watermark_percent, 1, 100),
+           CheckRange("posix_low_watermark_percent", config.posix_low_watermark_percent, 1,
+                      config.posix_high_watermark_percent),
        }) {
     if (!status.ok()) return status;
   }
@@ -81,8 +85,18 @@ Result<std::unique_ptr<Tier>> OpenPosix(const cs_config& config, Env& env,
   options.dump_workers = config.posix_dump_worker_number;
   options.dump_nice = dump_nice;
   options.queue_depth = config.posix_queue_depth;
-  options.direct = config.io_direct != 0;
+  options.direct = static_cast<cs_direct>(config.io_direct);
   options.zero_copy = static_cast<cs_zero_copy>(config.posix_zero_copy);
+  options.verify = static_cast<cs_verify>(config.verify);
+  if (config.posix_capacities != nullptr) {
+    options.capacities.assign(config.posix_capacities,
+                              config.posix_capacities + config.storage_backend_count);
+  } else {
+    options.capacities.assign(config.storage_backend_count, 0);
+  }
+  options.free_space_reserve = config.posix_free_space_reserve;
+  options.high_watermark_percent = config.posix_high_watermark_percent;
+  options.low_watermark_percent = config.posix_low_watermark_percent;
   options.timeout = std::chrono::milliseconds(config.timeout_ms);
   return PosixTier::Open(env, std::move(events), std::move(options));
 }

@@ -10,6 +10,8 @@ namespace {
 constexpr size_t kAsidePiece = 128;
 // How long Close waits for workers that should have nothing left to do.
 constexpr std::chrono::milliseconds kJoinPatience{2000};
+// Between two ticks of upkeep with nothing to do.
+constexpr std::chrono::milliseconds kIdleTick{1000};
 
 uint64_t Value(const std::atomic<uint64_t>& counter) {
   return counter.load(std::memory_order_relaxed);
@@ -46,10 +48,10 @@ Result<std::vector<std::unique_ptr<Directory>>> OpenDirectories(
   const auto opening = std::make_shared<Opening>();
   opening->events = events;
   for (const std::string& root : options.roots) {
-    opening->directories.push_back(
-        std::make_unique<Directory>(env, *events,
-                                    DirectoryOptions{root, options.identity_name, options.manifest,
-                                                     options.direct, options.zero_copy}));
+    opening->directories.push_back(std::make_unique<Directory>(
+        env, *events,
+        DirectoryOptions{root, options.identity_name, options.manifest,
+                         options.direct != CS_DIRECT_OFF, options.zero_copy}));
   }
   const bool done = RunWithin(options.timeout, "cs-open", [opening] {
     for (const auto& directory : opening->directories) {
@@ -99,6 +101,9 @@ struct PosixTier::Core {
     }
   }
 
+  // What upkeep does for a directory; see Upkeep::Tick.
+  std::chrono::milliseconds Tick(size_t, bool) { return kIdleTick; }
+
   void RunAside(Request& request, size_t index) {
     if (!request.Begin(index, /*touches=*/false)) return;
     Code code = CS_OK;
@@ -145,14 +150,17 @@ PosixTier::PosixTier(std::shared_ptr<Core> core, const PosixOptions& options)
             return request.left_behind(job.index);
           },
           options.dump_nice),
-      cleaning_pool_("cs-clean", 1, [core = core_](WorkerPool::Job& job, WorkerPool::Scratch&) {
-        // What is left over is for the next time.
-        (void)Thrown([&] {
-          core->io->directories()[job.index]->RemoveTrash(
-              [&core] { return core->stopping.load(); });
-        });
-        return false;
-      }) {
+      cleaning_pool_("cs-clean", 1,
+                     [core = core_](WorkerPool::Job& job, WorkerPool::Scratch&) {
+                       // What is left over is for the next time.
+                       (void)Thrown([&] {
+                         core->io->directories()[job.index]->RemoveTrash(
+                             [&core] { return core->stopping.load(); });
+                       });
+                       return false;
+                     }),
+      upkeep_(core_->io->directories().size(),
+              [core = core_](size_t root, bool last) { return core->Tick(root, last); }) {
   const auto directories = core_->io->directories();
   if (std::any_of(directories.begin(), directories.end(),
                   [](const auto& directory) { return !directory->zero_copy(); })) {
@@ -343,6 +351,7 @@ void PosixTier::AddStats(cs_stats& stats) const {
 
 void PosixTier::Stop() {
   core_->stopping.store(true);
+  upkeep_.Stop();
   for (WorkerPool* pool : {&load_pool_, &dump_pool_, aside_pool_.get(), &cleaning_pool_}) {
     if (pool == nullptr) continue;
     for (const WorkerPool::Job& job : pool->Close()) {
@@ -365,6 +374,11 @@ void PosixTier::Close() {
     const auto left =
         std::chrono::ceil<std::chrono::milliseconds>(deadline - Request::Clock::now());
     all = pool->Join(std::max(left, std::chrono::milliseconds(0))) && all;
+  }
+  {
+    const auto left =
+        std::chrono::ceil<std::chrono::milliseconds>(deadline - Request::Clock::now());
+    all = upkeep_.Join(std::max(left, std::chrono::milliseconds(0))) && all;
   }
   // With a worker left behind, its directory may hang us too: what it was
   // writing is removed by whoever opens the store next.

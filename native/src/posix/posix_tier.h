@@ -15,6 +15,7 @@
 #include "base/worker_pool.h"
 #include "posix/record.h"
 #include "posix/shard_io.h"
+#include "posix/upkeep.h"
 #include "tier/admission.h"
 #include "tier/tier.h"
 
@@ -30,8 +31,13 @@ struct PosixOptions {
   size_t dump_workers = 1;
   int dump_nice = 0;       // added to the dump workers' nice value
   size_t queue_depth = 1;  // shards queued + running, per direction
-  bool direct = false;
+  cs_direct direct = CS_DIRECT_OFF;
   cs_zero_copy zero_copy = CS_ZERO_COPY_AUTO;
+  cs_verify verify = CS_VERIFY_ALWAYS;
+  std::vector<uint64_t> capacities;  // of roots, bytes; 0: no limit
+  uint64_t free_space_reserve = 0;   // bytes to leave free on each filesystem
+  uint32_t high_watermark_percent = 97;
+  uint32_t low_watermark_percent = 95;
   std::chrono::milliseconds timeout{1000};  // of lookups and clears off the caller's thread
 };
 
@@ -74,6 +80,7 @@ class PosixTier final : public Tier {
   WorkerPool dump_pool_;
   std::unique_ptr<WorkerPool> aside_pool_;  // lookups and clears that may hang
   WorkerPool cleaning_pool_;                // one worker: removes trash
+  Upkeep upkeep_;
 };
 
 }  // namespace cachestore

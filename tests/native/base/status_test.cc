@@ -22,7 +22,7 @@ TEST(Status, EveryErrnoHasItsCode) {
       {ENOTDIR, CS_NOT_FOUND}, {EINVAL, CS_INVALID},
       {ENOMEM, CS_NO_MEMORY},  {EIO, CS_IO},
       {EACCES, CS_IO},         {EROFS, CS_IO},
-      {EMFILE, CS_IO},         {ESTALE, CS_IO},
+      {EMFILE, CS_IO},         {ESTALE, CS_NOT_FOUND},
   };
   for (const auto& [error, code] : expected) {
     EXPECT_EQ(Status::FromErrno(error, "open", "/a/b").code(), code);

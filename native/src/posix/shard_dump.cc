@@ -1,0 +1,206 @@
+// ShardIo's dumps.
+#include <algorithm>
+#include <cstring>
+#include <string>
+#include <utility>
+
+#include "posix/shard_io.h"
+#include "posix/shard_transfer.h"
+
+namespace cachestore {
+namespace {
+
+void SetOnce(std::atomic<Code>& code, Code value) {
+  Code none = CS_OK;
+  code.compare_exchange_strong(none, value, std::memory_order_relaxed);
+}
+
+}  // namespace
+
+void ShardIo::Dump(Request& request, size_t shard, WorkerPool::Scratch& scratch) {
+  const Batch& batch = request.batch();
+  BlockWrite& block = *static_cast<BlockWrites*>(request.tier_data())->block_of[shard];
+  Directory& directory = DirectoryOf(batch.blocks[shard]);
+  const std::span<uint8_t* const> source = batch.tensors_of(shard);
+  const bool direct = directory.direct();
+  const bool zero_copy = directory.zero_copy() && (!direct || IsAligned(source));
+  if (request.Begin(shard, zero_copy)) {
+    const Code thrown = Thrown([&] {
+      if (Exists(batch.blocks[shard])) {
+        block.existing.store(true, std::memory_order_relaxed);
+      } else if (block.failure.load(std::memory_order_relaxed) == CS_OK) {
+        WriteShard(request, shard, directory, block, {direct, zero_copy}, scratch);
+      }
+    });
+    if (thrown != CS_OK) SetOnce(block.failure, thrown);
+  } else {
+    SetOnce(block.failure, request.result(shard));
+  }
+  if (block.remaining.fetch_sub(1, std::memory_order_acq_rel) != 1) {
+    (void)request.Park(shard);
+    return;
+  }
+  const Code thrown = Thrown([&] { EndBlock(request, shard, directory, block, scratch); });
+  if (thrown != CS_OK) request.FinishAll(block.shards, thrown);
+}
+
+void ShardIo::WriteShard(Request& request, size_t shard, Directory& directory, BlockWrite& block,
+                         How how, WorkerPool::Scratch& scratch) {
+  const Batch& batch = request.batch();
+  const std::span<uint8_t* const> source = batch.tensors_of(shard);
+  uint8_t* const small = scratch.small.Get(kRecordSize + kAlignment);
+  uint8_t* const large = how.zero_copy ? nullptr : scratch.large.Get(stride_ + kRecordSize);
+  if (small == nullptr || (!how.zero_copy && large == nullptr)) {
+    SetOnce(block.failure, CS_NO_MEMORY);
+    return;
+  }
+  std::vector<uint8_t*> bounced;
+  if (!how.zero_copy) {
+    bounced = Consecutive(geometry_, large);
+    if (!request.StartTouching(shard)) return SetOnce(block.failure, request.result(shard));
+    for (size_t i = 0; i < source.size(); ++i) {
+      std::memcpy(bounced[i], source[i], geometry_.tensor_sizes[i]);
+    }
+    if (!request.StopTouching(shard)) return SetOnce(block.failure, request.result(shard));
+  }
+  Transfer transfer{directory,
+                    batch.blocks[shard],
+                    batch.shard_indices[shard],
+                    how.direct,
+                    how.zero_copy ? source : std::span<uint8_t* const>(bounced),
+                    how.zero_copy ? small + kRecordSize : large + payload_,
+                    how.zero_copy ? small : large + stride_};
+  std::memset(transfer.padding, 0, stride_ - payload_);
+  const Status written = Write(transfer, block);
+  if (written.ok()) return;
+  SetOnce(block.failure, written.code() == CS_NOT_FOUND ? CS_IO : written.code());
+  events_.Add(CS_EVENT_WARNING, "dump to " + block.temporary + ": " + written.text());
+}
+
+Status ShardIo::Write(Transfer& transfer, BlockWrite& block) {
+  Result<FileCloser> file = OpenTemporary(transfer.directory, block, transfer.direct);
+  if (!file.ok()) return file.status();
+  const size_t tensors = transfer.tensors.size();
+  const std::span<uint32_t> checksums =
+      std::span(block.checksums).subspan(transfer.index * tensors, tensors);
+  std::fill(checksums.begin(), checksums.end(), 0u);
+  const bool has_record = geometry_.shards() == 1;
+  const std::vector<Piece> pieces = Pieces(transfer, has_record);
+  for (const Piece& piece : pieces) {
+    // After the write, which has brought the bytes near; but the record has
+    // all checksums in it.
+    const bool before = has_record && &piece == &pieces.back();
+    if (before) {
+      piece.Checksum(checksums);
+      format_.Encode(transfer.block, block.checksums, transfer.record);
+    }
+    std::vector<iovec> parts = piece.Vector();
+    const Status written = env_.WriteFull(file.value().get(), parts, piece.offset);
+    if (!written.ok()) return written;
+    if (!before) piece.Checksum(checksums);
+  }
+  return file.value().Close();
+}
+
+// `direct` is put out where the filesystem doesn't do it.
+Result<FileCloser> ShardIo::OpenTemporary(Directory& directory, BlockWrite& block, bool& direct) {
+  Result<Fd> opened = env_.OpenWrite(block.temporary, direct);
+  if (!opened.ok() && direct && opened.status().code() == CS_INVALID) {
+    directory.DisableDirect();
+    direct = false;
+    opened = env_.OpenWrite(block.temporary, direct);
+  }
+  if (!opened.ok() && opened.status().code() == CS_NOT_FOUND) {
+    if (Status made = directory.MakeTemporaryDirectory(); !made.ok()) return made;
+    opened = env_.OpenWrite(block.temporary, direct);
+  }
+  if (!opened.ok()) return opened.status();
+  block.opened.store(true, std::memory_order_relaxed);
+  return FileCloser(env_, opened.value());
+}
+
+void ShardIo::DropDump(Request& request, size_t shard, Code code) {
+  BlockWrite& block = *static_cast<BlockWrites*>(request.tier_data())->block_of[shard];
+  SetOnce(block.failure, code);
+  request.EndQueued(shard, code);
+  // What was written goes with the directory of temporary files.
+  if (block.remaining.fetch_sub(1, std::memory_order_acq_rel) == 1) {
+    request.FinishAll(block.shards, code);
+  }
+}
+
+// The block's last shard decides about the block.
+void ShardIo::EndBlock(Request& request, size_t shard, Directory& directory, BlockWrite& block,
+                       WorkerPool::Scratch& scratch) {
+  const BlockId& id = request.batch().blocks[shard];
+  const auto finish = [&](Code code) { return request.FinishAll(block.shards, code); };
+  if (block.existing.load(std::memory_order_relaxed)) {
+    RemoveTemporary(block);
+    // Counted before the waiter can look, and only what wasn't given up.
+    const size_t shards = block.shards.size();
+    existing_.fetch_add(shards, std::memory_order_relaxed);
+    existing_.fetch_sub(shards - finish(CS_OK), std::memory_order_relaxed);
+    return;
+  }
+  if (block.failure.load(std::memory_order_relaxed) == CS_OK && geometry_.shards() > 1) {
+    WriteRecord(id, directory, block, scratch);
+  }
+  // To know it again, should the waiter give up while it is being renamed.
+  const bool sure = directory.zero_copy();
+  Result<FileInfo> written{FileInfo{}};
+  if (!sure && block.failure.load(std::memory_order_relaxed) == CS_OK) {
+    written = env_.Stat(block.temporary);
+    if (!written.ok()) SetOnce(block.failure, CS_IO);
+  }
+  if (const Code failure = block.failure.load(std::memory_order_relaxed); failure != CS_OK) {
+    RemoveTemporary(block);
+    finish(failure);
+    return;
+  }
+  if (!request.BeginPublish(block.shards, shard, sure)) {
+    RemoveTemporary(block);
+    return;
+  }
+  const Status published = directory.Publish(block.temporary, id, block.epoch);
+  if (!published.ok()) {
+    events_.Add(CS_EVENT_WARNING, "publishing a block: " + published.text());
+    RemoveTemporary(block);
+    finish(published.code() == CS_NOT_FOUND ? CS_IO : published.code());
+    return;
+  }
+  if (finish(CS_OK) == 0) TakeBack(directory.BlockPath(id), written.value());
+}
+
+void ShardIo::WriteRecord(const BlockId& id, Directory& directory, BlockWrite& block,
+                          WorkerPool::Scratch& scratch) {
+  uint8_t* const record = scratch.small.Get(kRecordSize + kAlignment);
+  if (record == nullptr) return SetOnce(block.failure, CS_NO_MEMORY);
+  format_.Encode(id, block.checksums, record);
+  const Status written = [&] {
+    bool direct = directory.direct();
+    Result<FileCloser> file = OpenTemporary(directory, block, direct);
+    if (!file.ok()) return file.status();
+    iovec part{record, kRecordSize};
+    const Status done = env_.WriteFull(file.value().get(), {&part, 1}, file_size_ - kRecordSize);
+    return done.ok() ? file.value().Close() : done;
+  }();
+  if (written.ok()) return;
+  SetOnce(block.failure, written.code() == CS_NOT_FOUND ? CS_IO : written.code());
+  events_.Add(CS_EVENT_WARNING, "dump to " + block.temporary + ": " + written.text());
+}
+
+void ShardIo::RemoveTemporary(const BlockWrite& block) {
+  if (block.opened.load(std::memory_order_relaxed)) (void)env_.Unlink(block.temporary);
+}
+
+// The waiter was told that the dump failed while the rename hung: lookups must
+// say the same. If the name is somebody else's by now, it stays.
+void ShardIo::TakeBack(const std::string& path, const FileInfo& written) {
+  const Result<FileInfo> there = env_.Stat(path);
+  if (there.ok() && there.value().device == written.device &&
+      there.value().inode == written.inode) {
+    (void)env_.Unlink(path);
+  }
+}
+
+}  // namespace cachestore

@@ -1,0 +1,87 @@
+#include "posix/upkeep.h"
+
+#include <condition_variable>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "base/status.h"
+
+namespace cachestore {
+namespace {
+
+// After a tick that threw, as for want of memory.
+constexpr std::chrono::milliseconds kAfterFailure{1000};
+
+}  // namespace
+
+struct Upkeep::State {
+  struct Root {
+    std::mutex mutex;  // guards the two below
+    std::condition_variable changed;
+    bool woken = false;
+    bool stopping = false;
+  };
+
+  State(size_t count, Tick each) : roots(count), tick(std::move(each)) {}
+
+  void Run(size_t index) {
+    Root& root = roots[index];
+    for (bool last = false; !last;) {
+      std::chrono::milliseconds pause = kAfterFailure;
+      {
+        const std::lock_guard lock(root.mutex);
+        root.woken = false;
+        last = root.stopping;
+      }
+      (void)Thrown([&] { pause = tick(index, last); });
+      if (last) return;
+      std::unique_lock lock(root.mutex);
+      root.changed.wait_for(lock, pause, [&] { return root.woken || root.stopping; });
+    }
+  }
+
+  std::vector<Root> roots;
+  const Tick tick;
+};
+
+Upkeep::Upkeep(size_t roots, Tick tick)
+    : state_(std::make_shared<State>(roots, std::move(tick))),
+      threads_("cs-upkeep", roots, [state = state_](WorkerPool::Job& job, WorkerPool::Scratch&) {
+        state->Run(job.index);
+        return false;
+      }) {
+  for (uint32_t i = 0; i < roots; ++i) (void)threads_.Submit({{nullptr, i}});
+}
+
+Upkeep::~Upkeep() {
+  Stop();
+  (void)Join(std::chrono::milliseconds(2000));
+}
+
+void Upkeep::Wake(size_t index) {
+  State::Root& root = state_->roots[index];
+  {
+    const std::lock_guard lock(root.mutex);
+    if (root.woken) return;
+    root.woken = true;
+  }
+  root.changed.notify_one();
+}
+
+void Upkeep::Stop() {
+  for (State::Root& root : state_->roots) {
+    {
+      const std::lock_guard lock(root.mutex);
+      root.stopping = true;
+    }
+    root.changed.notify_one();
+  }
+}
+
+bool Upkeep::Join(std::chrono::milliseconds patience) {
+  (void)threads_.Close();
+  return threads_.Join(patience);
+}
+
+}  // namespace cachestore
