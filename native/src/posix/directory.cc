@@ -251,12 +251,14 @@ void Directory::RemoveTrash(const std::function<bool()>& stop) {
     // Whoever gets the lock has proof that the writer is gone. A directory
     // without a lock file is one just being made, or was left by a maker that
     // died there.
-    const Result<Fd> locked = env_.OpenLocked(path + "/lock", /*create=*/false);
-    if (!locked.ok()) {
-      // Nothing but an empty one: its maker makes it again.
-      if (locked.status().code() == CS_NOT_FOUND) (void)env_.RemoveDirectory(path);
-      continue;
+    Result<Fd> locked = env_.OpenLocked(path + "/lock", /*create=*/false);
+    if (locked.status().code() == CS_NOT_FOUND) {
+      // An empty one goes: its maker makes it again. A power cut can leave files
+      // without the lock's name: who makes that anew has the same proof.
+      if (env_.RemoveDirectory(path).ok()) continue;
+      locked = env_.OpenLocked(path + "/lock", /*create=*/true);
     }
+    if (!locked.ok()) continue;
     const FileCloser holder(env_, locked.value());
     if (!RemoveInstance(path, stop).ok()) continue;
     events_.Add(CS_EVENT_INFO, "removed what a store that is gone was writing: " + path);

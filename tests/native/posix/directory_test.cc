@@ -193,6 +193,16 @@ TEST(Directory, EmptyDirectoryWithoutALockIsReclaimed) {
   EXPECT_EQ(Names(root.path() + "/id/tmp").size(), 1u);
 }
 
+// ... and what a power cut left of one, when the lock's name was lost.
+TEST(Directory, FilesWithoutALockAreReclaimed) {
+  const TempDir root;
+  Opened opened(root.path());
+  ASSERT_OK(Env::Real().MakeDirectories(root.path() + "/id/tmp/0123456789abcdef"));
+  WriteFile(root.path() + "/id/tmp/0123456789abcdef/0", {1});
+  opened.directory.RemoveTrash(kNever);
+  EXPECT_EQ(Names(root.path() + "/id/tmp").size(), 1u);
+}
+
 // A cleaner that comes between the steps of making one only delays it.
 TEST(Directory, MakingOutlastsACleaner) {
   const TempDir root;
