@@ -66,6 +66,7 @@ void CacheCore::ReclaimSoon() {
 
 void AddSlot(Batch& batch, const Region& region, uint32_t slot, const Geometry& geometry) {
   batch.tensors = geometry.tensor_sizes.size();
+  batch.is_chain = false;  // slots come as they are done
   batch.blocks.push_back(region.slot(slot).block);
   batch.shard_indices.push_back(0);
   uint8_t* tensor = region.bytes(slot);
@@ -73,6 +74,12 @@ void AddSlot(Batch& batch, const Region& region, uint32_t slot, const Geometry& 
     batch.addresses.push_back(tensor);
     tensor += size;
   }
+}
+
+void CacheCore::NoteUse(std::span<const BlockId> blocks, const std::optional<BlockId>& parent) {
+  const BlockId* const before = parent ? &*parent : nullptr;
+  slots_.Touch(blocks, before);
+  below_.NoteUse(blocks, before);
 }
 
 Batch CacheCore::BatchOf(std::span<const SlotRef> slots) const {

@@ -11,6 +11,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -64,6 +65,10 @@ class CacheCore {
   using Done = std::function<void(const std::vector<Code>&)>;
   Result<std::shared_ptr<Request>> StartBelow(
       Batch batch, Status (Tier::*start)(const std::shared_ptr<Request>&), Done done);
+
+  // Counts a request's use of its blocks, here and in the tier below, which
+  // doesn't see those that a slot served. At its end; without locks.
+  void NoteUse(std::span<const BlockId> blocks, const std::optional<BlockId>& parent);
 
   // Metadata changes that are never lost, and what follows from them.
   void PublishLoad(SlotRef ref);

@@ -282,6 +282,18 @@ void CacheTier::AddStats(cs_stats& stats) const {
   stats.cache_dump_running += dump_executor_.running();
   stats.storage_loads += below.load_ok;
   stats.storage_dumps += below.dump_ok;
+  stats.verify_skipped += below.verify_skipped;
+  stats.evicted_blocks += below.evicted_blocks;
+  stats.evicted_bytes += below.evicted_bytes;
+  stats.posix_used_bytes += below.posix_used_bytes;
+  stats.posix_capacity_bytes += below.posix_capacity_bytes;
+  stats.posix_directories += below.posix_directories;
+  stats.posix_directories_out += below.posix_directories_out;
+  stats.posix_directories_read_only += below.posix_directories_read_only;
+  stats.posix_directories_full += below.posix_directories_full;
+  stats.posix_collecting += below.posix_collecting;
+  stats.posix_uses_pending += below.posix_uses_pending;
+  stats.posix_uses_dropped += below.posix_uses_dropped;
 }
 
 // Nothing of ours blocks: what is queued runs, and what it asks of the tier

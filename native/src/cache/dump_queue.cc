@@ -148,7 +148,7 @@ void DumpQueue::Arrive(const Step& step) {
   if (DumpOf(*step.request).on_their_way.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
   // A request's first block is the one used last.
   const Batch& batch = step.request->batch();
-  core_.slots().Touch(batch.blocks, batch.parent ? &*batch.parent : nullptr);
+  core_.NoteUse(batch.blocks, batch.parent);
 }
 
 void DumpQueue::Leave(const std::shared_ptr<Request>& request, Group& group) {
@@ -194,6 +194,7 @@ void DumpQueue::WriteRest(const std::shared_ptr<Request>& request, const Group& 
   const Code thrown = Thrown([&] {
     shards = std::make_shared<std::vector<size_t>>();
     batch.tensors = request->batch().tensors;
+    batch.is_chain = false;  // with gaps
     shards->reserve(group.through.size());
     batch.blocks.reserve(group.through.size());
     batch.shard_indices.reserve(group.through.size());

@@ -24,13 +24,13 @@ Status LoadQueue::Load(const std::shared_ptr<Request>& request) {
   auto call = std::make_shared<Call>();
   call->remaining.store(request->size(), std::memory_order_relaxed);
   // Once the last shard has ended: the first block is the one used last.
-  const auto last_touches = [this, call = call.get(), request = request.get()] {
+  const auto last_touches = [this, call = call.get(), request = request.get()](size_t, Code) {
     if (call->remaining.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
     // Without memory for it the order of use is less exact, no more.
     (void)Thrown([&] {
       (void)executor_.Submit(
           {[this, blocks = request->batch().blocks, parent = request->batch().parent](size_t) {
-            core_.slots().Touch(blocks, parent ? &*parent : nullptr);
+            core_.NoteUse(blocks, parent);
           }});
     });
   };
@@ -126,6 +126,7 @@ void LoadQueue::LoadDirect(Step step) {
   Batch batch;
   const auto tensors = request.batch().tensors_of(step.shard);
   batch.tensors = tensors.size();
+  batch.is_chain = false;
   batch.blocks = {request.batch().blocks[step.shard]};
   batch.shard_indices = {request.batch().shard_indices[step.shard]};
   batch.addresses.assign(tensors.begin(), tensors.end());

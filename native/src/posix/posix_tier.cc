@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "posix/use_log.h"
+
 namespace cachestore {
 namespace {
 
@@ -87,6 +89,7 @@ struct PosixTier::Core {
 
   const std::shared_ptr<EventRing> events;
   std::unique_ptr<ShardIo> io;
+  std::unique_ptr<UseLog> uses;
   Admission load;
   Admission dump;
   std::atomic<uint64_t> lookups{0};
@@ -102,7 +105,31 @@ struct PosixTier::Core {
   }
 
   // What upkeep does for a directory; see Upkeep::Tick.
-  std::chrono::milliseconds Tick(size_t, bool) { return kIdleTick; }
+  std::chrono::milliseconds Tick(size_t root, bool last) {
+    return std::min(uses->Flush(root, last), kIdleTick);
+  }
+
+  // Uses are kept where something is evicted.
+  void KeepUses(Env& env, const PosixOptions& options) {
+    UseLogOptions kept;
+    for (size_t i = 0; i < options.roots.size(); ++i) {
+      const uint64_t capacity = i < options.capacities.size() ? options.capacities[i] : 0;
+      kept.roots.push_back(capacity > 0 || options.free_space_reserve > 0);
+    }
+    kept.interval = options.use_interval;
+    const auto root_of = [this](const BlockId& block) {
+      const Directory* const home = &io->DirectoryOf(block);
+      const auto directories = io->directories();
+      return static_cast<size_t>(
+          std::find_if(directories.begin(), directories.end(),
+                       [&](const auto& directory) { return directory.get() == home; }) -
+          directories.begin());
+    };
+    const auto path_of = [this](size_t root, const BlockId& block) {
+      return io->directories()[root]->BlockPath(block);
+    };
+    uses = std::make_unique<UseLog>(env, std::move(kept), root_of, path_of);
+  }
 
   void RunAside(Request& request, size_t index) {
     if (!request.Begin(index, /*touches=*/false)) return;
@@ -129,6 +156,7 @@ Result<std::unique_ptr<Tier>> PosixTier::Open(Env& env, std::shared_ptr<EventRin
   if (!directories.ok()) return directories.status();
   core->io = std::make_unique<ShardIo>(env, *core->events, options.geometry,
                                        std::move(format.value()), std::move(directories.value()));
+  core->KeepUses(env, options);
   return std::unique_ptr<Tier>(new PosixTier(std::move(core), options));
 }
 
@@ -206,6 +234,7 @@ void PosixTier::Lookup(std::span<const BlockId> blocks, std::span<uint8_t> prese
 }
 
 size_t PosixTier::LookupPrefix(std::span<const BlockId> blocks) {
+  core_->uses->Chain(blocks);
   size_t length = 0;
   if (aside_pool_ == nullptr) {
     while (length < blocks.size() && core_->io->Exists(blocks[length])) ++length;
@@ -267,7 +296,10 @@ Status PosixTier::Admit(Admission& direction, const std::shared_ptr<Request>& re
                         std::shared_ptr<void> tier_data) {
   // A worker left behind can end a shard when the tier is gone, and the core
   // with the admission then lives by this.
-  const auto keep_alive = [core = core_] {};
+  const auto keep_alive = [core = core_, following = core_->uses->Follow(request->batch())](
+                              size_t shard, Code code) {
+    if (following != nullptr) core->uses->Ended(*following, shard, code);
+  };
   return direction.Admit(*request, std::move(tier_data), keep_alive);
 }
 
@@ -295,6 +327,10 @@ Status PosixTier::Dump(const std::shared_ptr<Request>& request) {
   return core_->dump.Submit(*request, [&] { return Submit(dump_pool_, request); });
 }
 
+void PosixTier::NoteUse(std::span<const BlockId> blocks, const BlockId* parent) {
+  core_->uses->Use(blocks, parent);
+}
+
 void PosixTier::Cancel(const std::shared_ptr<Request>& request, Code code) {
   const bool is_dump = request->tier_data() != nullptr;
   WorkerPool& pool = is_dump ? dump_pool_ : load_pool_;
@@ -316,6 +352,7 @@ Status PosixTier::Clear() {
   } else {
     for (size_t i = 0; i < directories.size(); ++i) core_->RunAside(*request, i);
   }
+  core_->uses->Forget();
   CleanUp();
   for (const Code code : request->results()) {
     if (code != CS_OK) return {code, "clear failed in a directory; the log names it"};
@@ -345,13 +382,14 @@ void PosixTier::AddStats(cs_stats& stats) const {
   stats.lookup_hits += Value(core_->lookup_hits);
   core_->load.AddLoadStats(stats, payload);
   core_->dump.AddDumpStats(stats, core_->io->existing(), payload);
+  stats.posix_uses_pending += core_->uses->pending();
+  stats.posix_uses_dropped += core_->uses->dropped();
   stats.stuck_workers +=
       load_pool_.stuck() + dump_pool_.stuck() + (aside_pool_ == nullptr ? 0 : aside_pool_->stuck());
 }
 
 void PosixTier::Stop() {
   core_->stopping.store(true);
-  upkeep_.Stop();
   for (WorkerPool* pool : {&load_pool_, &dump_pool_, aside_pool_.get(), &cleaning_pool_}) {
     if (pool == nullptr) continue;
     for (const WorkerPool::Job& job : pool->Close()) {
@@ -367,6 +405,7 @@ void PosixTier::Stop() {
 }
 
 void PosixTier::Close() {
+  upkeep_.Stop();  // not before every request has ended: their uses count
   const auto deadline = Request::Clock::now() + kJoinPatience;
   bool all = true;
   for (WorkerPool* pool : {&load_pool_, &dump_pool_, aside_pool_.get(), &cleaning_pool_}) {

@@ -38,6 +38,8 @@ struct PosixOptions {
   uint64_t free_space_reserve = 0;   // bytes to leave free on each filesystem
   uint32_t high_watermark_percent = 97;
   uint32_t low_watermark_percent = 95;
+  // How often uses of blocks are written to the times of their files.
+  std::chrono::milliseconds use_interval{1000};
   std::chrono::milliseconds timeout{1000};  // of lookups and clears off the caller's thread
 };
 
@@ -52,6 +54,7 @@ class PosixTier final : public Tier {
   size_t LookupPrefix(std::span<const BlockId> blocks) override;
   Status Load(const std::shared_ptr<Request>& request) override;
   Status Dump(const std::shared_ptr<Request>& request) override;
+  void NoteUse(std::span<const BlockId> blocks, const BlockId* parent) override;
   void Cancel(const std::shared_ptr<Request>& request, Code code) override;
   Status Clear() override;
   uint64_t Epoch() const override;

@@ -23,7 +23,7 @@ class Admission {
   // Takes room for all shards of a request, to be given back shard by shard as
   // they end, or refuses. `also`: called for each shard as it ends, under the
   // rules of Request::OnShard. The Admission must outlive the request.
-  Status Admit(Request& request, std::shared_ptr<void> tier_data, std::function<void()> also = {}) {
+  Status Admit(Request& request, std::shared_ptr<void> tier_data, Request::OnShard also = {}) {
     const size_t shards = request.size();
     requested_.fetch_add(shards, std::memory_order_relaxed);
     if (!quota_.TryTake(shards)) {
@@ -32,10 +32,10 @@ class Admission {
                               std::to_string(quota_.limit())};
     }
     request.Prepare(
-        [this, also = std::move(also)](size_t, Code code) {
+        [this, also = std::move(also)](size_t shard, Code code) {
           Count(code);
           quota_.GiveBack(1);
-          if (also) also();
+          if (also) also(shard, code);
         },
         std::move(tier_data));
     return Status::Ok();

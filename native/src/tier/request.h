@@ -37,14 +37,14 @@
 
 namespace cachestore {
 
-// n shards; the tensors of shard i are the m addresses from i * m on. Of a
-// prefix chain: each block follows the one before.
+// n shards; the tensors of shard i are the m addresses from i * m on.
 struct Batch {
   std::vector<BlockId> blocks;
   std::vector<uint32_t> shard_indices;
   std::vector<uint8_t*> addresses;
   size_t tensors = 0;
   std::optional<BlockId> parent;  // the block before the first, if known
+  bool is_chain = true;           // of one prefix: each block follows the one before
   // Of a dump: Tier::Epoch when it was accepted higher up; none: it is accepted now.
   std::optional<uint64_t> epoch;
 

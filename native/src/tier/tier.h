@@ -29,6 +29,10 @@ class Tier {
   virtual Status Load(const std::shared_ptr<Request>& request) = 0;
   virtual Status Dump(const std::shared_ptr<Request>& request) = 0;
 
+  // Blocks of a prefix, after `parent` if that is known, were used without this
+  // tier: for what replaces the least recently used. Cheap, never blocks.
+  virtual void NoteUse(std::span<const BlockId>, const BlockId* /*parent*/) {}
+
   // Gives up an accepted request: see Request::Cancel. After Request::Wait,
   // which then is short, the caller's memory is free.
   virtual void Cancel(const std::shared_ptr<Request>& request, Code code) = 0;
