@@ -68,6 +68,25 @@ class Bool(SettingType):
         return ""
 
 
+class BoolOr(Bool):
+    """True, false, or one word that says more than true."""
+
+    def __init__(self, word: str) -> None:
+        super().__init__()
+        self.word = word
+
+    def _values(self, unit: str) -> str:
+        return f"true, false or {self.word}"
+
+    def _refusal(self, value: Any) -> str | None:
+        if isinstance(value, str):
+            if value == self.word:
+                return None
+            near = _near(value, {self.word: self.word})
+            return f"did you mean {near}?" if near else super()._refusal(value)
+        return super()._refusal(value)
+
+
 class Int(SettingType):
     """An integer from ``low`` to ``high``; ``why`` is the reason of the lower limit, if any."""
 
@@ -86,19 +105,49 @@ class Int(SettingType):
 
 
 class Number(SettingType):
-    """A positive number up to ``high``, with or without a fraction."""
+    """A positive number up to ``high``, with or without a fraction; zero too with ``zero``."""
 
-    def __init__(self, high: int, *, nullable: bool = False) -> None:
+    def __init__(self, high: int, *, zero: bool = False, nullable: bool = False) -> None:
         super().__init__(nullable=nullable)
-        self.high = high
+        self.high, self.zero = high, zero
 
     def _values(self, unit: str) -> str:
-        return f"a number above 0 and up to {self.high}" + (f" ({unit})" if unit else "")
+        low = "from 0" if self.zero else "above 0 and"
+        return f"a number {low} up to {self.high}" + (f" ({unit})" if unit else "")
 
     def _refusal(self, value: Any) -> str | None:
         if type(value) not in (int, float):
             return "" if isinstance(value, float) else _not_an_int(value)
-        return None if 0 < value <= self.high else ""
+        return None if 0 < value <= self.high or (self.zero and value == 0) else ""
+
+
+class Numbers(Number):
+    """One positive number, or a list of them; a list is a tuple in its final form.
+
+    ``each``: what an element of the list is for.
+    """
+
+    def __init__(self, high: int, *, each: str, nullable: bool = False) -> None:
+        super().__init__(high, nullable=nullable)
+        self.each = each
+
+    def _values(self, unit: str) -> str:
+        return f"{super()._values(unit)}, or a list of one for each of {self.each}"
+
+    def parse(self, key: str, value: Any, unit: str, environ: Mapping[str, str]) -> Any:
+        value = tuple(value) if isinstance(value, list) else value
+        return super().parse(key, value, unit, environ)
+
+    def _refusal(self, value: Any) -> str | None:
+        if not isinstance(value, tuple):
+            return super()._refusal(value)
+        if not value:
+            return "it is empty"
+        for index, element in enumerate(value):
+            hint = super()._refusal(element)
+            if hint is not None:
+                return f"element {index} is {element!r}" + (f", {hint}" if hint else "")
+        return None
 
 
 class IntList(SettingType):

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from ._setting_types import (
     Absent,
     Bool,
+    BoolOr,
     Choice,
     CpuList,
     Directories,
@@ -22,10 +23,12 @@ from ._setting_types import (
     Int,
     IntList,
     Number,
+    Numbers,
     SettingType,
     Text,
     default_directories,
 )
+from .errors import ConfigError
 
 _NO_DEVICE_PATH = (
     "it is a device path, none of which is built: pages go by a host buffer "
@@ -86,10 +89,50 @@ class Config:
         from_environ=default_directories,
         default_text="[$XDG_CACHE_HOME/cachestore], or [~/.cache/cachestore] where that is not set",
     )
-    io_direct: bool = _setting(
-        Bool(),
+    posix_capacity_gb: float | tuple[float, ...] | None = _setting(
+        Numbers(2**30, each="storage_backends", nullable=True),
+        None,
+        "How much block files may take, those of all models in a directory together: in all, an "
+        "equal part for each directory, or for each directory. Above it, the blocks used longest "
+        "ago are evicted. Left out, nothing is evicted, but for posix_free_space_reserve_gb.",
+        "Set it in production, to the same on every host that shares a directory.",
+        unit="GiB, of 2**30 bytes",
+    )
+    posix_free_space_reserve_gb: float | None = _setting(
+        Number(2**30, zero=True, nullable=True),
+        None,
+        "How much space is kept free on the file system of each directory, whatever takes it: "
+        "below it, blocks are evicted and none are stored.",
+        "Set it where others need room on the same disk, and on copy-on-write file systems.",
+        unit="GiB, of 2**30 bytes",
+    )
+    posix_high_watermark_percent: int = _setting(
+        Int(1, 100),
+        97,
+        "How full, of its capacity, a directory is when eviction begins.",
+        "Lower it if dumps find no room before eviction has made it.",
+        unit="percent",
+    )
+    posix_low_watermark_percent: int = _setting(
+        Int(1, 100, why="at most posix_high_watermark_percent"),
+        95,
+        "How full, of its capacity, a directory is when eviction ends.",
+        "Lower it for fewer and longer evictions.",
+        unit="percent",
+    )
+    verify: Literal["always", "sample", "never"] = _setting(
+        Choice("always", "sample", "never"),
+        "always",
+        "Whether the bytes of a block are compared with their checksums when it is loaded: of "
+        "each, of one in sixteen, of none. Its record is always checked, and so are the bytes of "
+        "what this host hasn't written since it was started.",
+        "Leave it: a damaged page is a wrong answer, and checking takes a tenth of a load at most.",
+    )
+    io_direct: bool | Literal["required"] = _setting(
+        BoolOr("required"),
         False,
-        "Reads and writes block files with O_DIRECT, past the page cache.",
+        "Reads and writes block files with O_DIRECT, past the page cache. Where the file system "
+        "refuses that, true goes through the page cache, with a warning, and required is an error.",
         "True for NVMe where the blocks far outgrow the memory; false where files are read again.",
     )
     posix_zero_copy: Literal["auto", "always", "never"] = _setting(
@@ -241,10 +284,17 @@ class Config:
         "Leave it out; set, it is compared with the host pool's and a difference is refused.",
         unit="bytes",
     )
+    namespace: str | None = _setting(
+        Text(nullable=True),
+        None,
+        "Separates what would be shared otherwise: pages of one namespace are found in no other.",
+        "Set it to a name for each tenant, or each experiment, that is to share with nobody else.",
+    )
     model_identity: str | None = _setting(
         Text(nullable=True),
         None,
-        "Names the weights, in place of model path, revision and served model name.",
+        "Names the weights with their configuration, in place of model path, revision and served "
+        "model name.",
         "Set the same name wherever the same weights are served from different paths, and a new "
         "one when the weights under a path change.",
     )
@@ -252,6 +302,21 @@ class Config:
     def __post_init__(self) -> None:
         for row in dataclasses.fields(self):
             row.metadata["kind"].check(row.name, getattr(self, row.name), row.metadata["unit"])
+        capacities, directories = self.posix_capacity_gb, len(self.storage_backends)
+        if isinstance(capacities, tuple) and len(capacities) != directories:
+            raise ConfigError(
+                "posix_capacity_gb",
+                list(capacities),
+                f"a list of {directories}, one for each of storage_backends, or a number for all",
+                hint=f"the list has {len(capacities)}",
+            )
+        low, high = self.posix_low_watermark_percent, self.posix_high_watermark_percent
+        if low > high:
+            raise ConfigError(
+                "posix_low_watermark_percent",
+                low,
+                f"at most posix_high_watermark_percent, which is {high}",
+            )
 
 
 SETTINGS: dict[str, dataclasses.Field[Any]] = {row.name: row for row in dataclasses.fields(Config)}

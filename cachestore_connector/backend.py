@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from sglang.srt import runtime_context
+from sglang.srt.mem_cache.device_pool_info import KVBufferLayout
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorage,
     HiCacheStorageConfig,
@@ -33,11 +33,11 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from . import config as settings
 from . import identity as identities
-from . import weights
+from . import model_facts, weights
 from .errors import Code, ConfigError, StoreClosed
 from .flat_pages import FlatPages
 from .guard import all_false, never_raises
-from .opening import open_store
+from .opening import open_store, space
 from .pages import LayoutError, PageLayout, page_layout
 from .prefix_links import PrefixLinks
 from .store import Event, Store
@@ -50,19 +50,6 @@ _SGLANG_BATCH = 128  # pages of one call at most, but for the hybrid controller'
 
 # SGLang's version of weights that nobody gave one.
 _NO_VERSION = "default"
-
-# What else SGLang is told that changes a model's KV for the same tokens, beside its path.
-_VARIANT_FIELDS = (
-    "load_format",  # `dummy` makes other weights of the same path
-    "model_loader_extra_config",
-    "custom_weight_loader",
-    "modelopt_quant",
-    "rl_quant_profile",
-    "quantization",
-    "quantization_param_path",
-    "json_model_override_args",
-    "model_impl",
-)
 
 
 class CacheStore(FlatPages, HiCacheStorage):
@@ -130,7 +117,7 @@ class CacheStore(FlatPages, HiCacheStorage):
         self._close_before_destroy(mem_pool_host)
         logger.info(
             "CacheStore: pipeline %s (%s) Pages of %d tokens, %d bytes in %d tensors, layout %s, "
-            "in %s as %s",
+            "in %s as %s; %s",
             self.pipeline,
             self._pipeline_reason,
             layout.page_size,
@@ -139,20 +126,26 @@ class CacheStore(FlatPages, HiCacheStorage):
             mem_pool_host.layout,
             ", ".join(self.config.storage_backends),
             identity.directory_name,
+            space(self.config),
         )
         self._log_events()
 
     def _identity(self, pool: Any, layout: PageLayout) -> identities.Identity:
         given = self.storage_config
-        model = _model_bag()
+        arguments = _arguments()
+        model = arguments.get("model", {})
+        dtype = model_facts.kv_dtype(str(pool.dtype), model, _fp8_kind())
+        _, version = self._weights
         return identities.from_parts(
-            model_path=_place(model.get("model_path")),
-            revision=model.get("revision"),
+            namespace=self.config.namespace,
+            model_path=model_facts.place(model.get("model_path")),
+            revision=model_facts.revision(model),
             served_model_name=given.model_name,
             model_identity=self.config.model_identity,
             storage_format_tag=getattr(pool, "storage_format_tag", None),
-            dtype=_kv_dtype(pool, model),
+            dtype=dtype,
             layout=pool.layout,
+            device_layout=_device_layout(pool),
             page_size=layout.page_size,
             tensor_sizes=layout.tensor_sizes,
             is_mla=given.is_mla_model,
@@ -168,23 +161,14 @@ class CacheStore(FlatPages, HiCacheStorage):
             tp_lcm_size=given.tp_lcm_size,
             start_layer=getattr(pool, "start_layer", None),
             end_layer=getattr(pool, "end_layer", None),
-            variant=self._variant(model),
+            variant=model_facts.variant(
+                arguments,
+                weight_version=None if version == _NO_VERSION else version,
+                weights_named=self.config.model_identity is not None,
+                plain_kv=model_facts.is_plain(dtype),
+                draft_layers=_has_draft_layers(pool),
+            ),
         )
-
-    def _variant(self, model: dict[str, Any]) -> dict[str, str]:
-        variant = {
-            name: str(model[name])
-            for name in _VARIANT_FIELDS
-            if model.get(name) not in (None, "", "{}", "auto", [], {})
-        }
-        _, version = self._weights
-        if version != _NO_VERSION:
-            variant["weight_version"] = version
-        if self.config.model_identity is None:
-            sample = weights.sample(model.get("model_path"))
-            if sample is not None:
-                variant["weights"] = sample
-        return variant
 
     def _open_store(self) -> tuple[Store, identities.Identity, PageLayout] | None:
         """The store and what goes with it; None while detached or after a weight update."""
@@ -417,17 +401,50 @@ def _refused(transfers: Sequence[PoolTransfer]) -> dict[str, list[bool]]:
     return {transfer.name: [False] * len(transfer.keys or ()) for transfer in transfers}
 
 
-def _model_bag() -> dict[str, Any]:
-    """What SGLang's runtime context says about the model; empty outside a server.
+def _arguments() -> dict[str, dict[str, Any]]:
+    """What SGLang was told, by namespace, of `model_facts.ARGUMENTS`; nothing outside a server.
 
-    Source: sglang.srt.runtime_context, the namespace ``model`` (ServerArgs, resolved).
+    Source: sglang.srt.runtime_context, its bags of resolved ServerArgs.
     """
-    names = ("model_path", "revision", "kv_cache_dtype", *_VARIANT_FIELDS)
     try:
-        bag = runtime_context.get_model()
+        bags = {
+            "model": runtime_context.get_model(),
+            "moe": runtime_context.get_exec().moe,
+            "spec": runtime_context.get_spec(),
+        }
     except ValueError:  # not published: a test, or a tool
         return {}
-    return {name: getattr(bag, name, None) for name in names}
+    return {
+        space: {name: getattr(bags[space], name, None) for name in names}
+        for space, names in model_facts.ARGUMENTS.items()
+    }
+
+
+def _fp8_kind() -> str | None:
+    """The FP8 type of this platform, as `float8_e4m3fnuz` of some GPUs."""
+    try:
+        from sglang.kernels.ops.quantization.fp8_kernel import fp8_dtype
+    except ImportError:
+        return None
+    return str(fp8_dtype).removeprefix("torch.")
+
+
+def _device_layout(pool: Any) -> str | None:
+    """The order of what the device pool calls a row, where it isn't token, head, element.
+
+    An MHA host pool keeps the rows as they are, whatever SGLANG_USE_HND_KVCACHE and
+    SGLANG_AITER_KV_CACHE_LAYOUT make of them.
+    Source: sglang.srt.mem_cache.device_pool_info, KVBufferLayout.
+    """
+    infos = getattr(pool, "_buffer_infos", None)
+    layout = getattr(infos[0].buffers, "layout", None) if infos else None
+    return None if layout in (None, KVBufferLayout.NHD) else str(layout.value)
+
+
+def _has_draft_layers(pool: Any) -> bool:
+    """Whether the pool's pages hold layers of a draft model after the target's."""
+    layers = getattr(pool, "layer_num", 0)
+    return layers > getattr(pool, "target_layer_num", layers)
 
 
 def _weights_now() -> tuple[int, str]:
@@ -437,15 +454,3 @@ def _weights_now() -> tuple[int, str]:
     except (ValueError, AttributeError):
         version = None
     return weights.updates, str(version or _NO_VERSION)
-
-
-def _place(model_path: str | None) -> str | None:
-    """A model's path as every process would say it; the name of a hub's repository as it is."""
-    return os.path.realpath(model_path) if model_path and os.path.exists(model_path) else model_path
-
-
-def _kv_dtype(pool: Any, model: dict[str, Any]) -> str:
-    """The KV's type. Every FP8 kind is stored as uint8: there the setting says which it is."""
-    stored = str(pool.dtype).removeprefix("torch.")
-    setting = model.get("kv_cache_dtype")
-    return f"{setting} as {stored}" if stored == "uint8" and setting else stored

@@ -22,7 +22,7 @@ from .errors import ConfigError
 
 # Of what the fingerprint covers and of how block ids are derived. Raise it to leave every block
 # stored so far behind.
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 FINGERPRINT_BYTES = 32
 BLOCK_ID_BYTES = 16
@@ -54,8 +54,11 @@ class Identity:
     - Decode context parallel. Each rank holds a part of every page, also of an MLA page; several
       groups inside TP hold equal parts (HiCacheStorageConfig.is_storage_writer). Rank and size
       are in.
+
+    ``namespace`` is the user's own: tenants and experiments that are to share nothing.
     """
 
+    namespace: str | None
     model_path: str | None
     revision: str | None
     served_model_name: str | None
@@ -63,6 +66,7 @@ class Identity:
     storage_format_tag: str | None
     dtype: str
     layout: str
+    device_layout: str | None
     page_size: int
     tensor_sizes: tuple[int, ...]
     is_mla: bool
@@ -82,7 +86,7 @@ class Identity:
     pool: str
     format_version: int = FORMAT_VERSION
 
-    def manifest(self) -> dict[str, Any]:
+    def parts(self) -> dict[str, Any]:
         """Every field that says something, by name: JSON types only.
 
         A field that is None, or has nothing in it, is left out, so that a field added later
@@ -94,11 +98,8 @@ class Identity:
         return {name: value for name, value in fields.items() if value is not None}
 
     def canonical(self) -> bytes:
-        """The manifest as JSON: sorted keys, no blanks, UTF-8 (lone surrogates as they are)."""
-        text = json.dumps(
-            self.manifest(), sort_keys=True, separators=(",", ":"), ensure_ascii=False
-        )
-        return text.encode("utf-8", "surrogatepass")
+        """The `parts`, as `canonical_json` writes them."""
+        return canonical_json(self.parts())
 
     @functools.cached_property
     def fingerprint(self) -> bytes:
@@ -109,12 +110,14 @@ class Identity:
     def directory_name(self) -> str:
         """A name for people to recognise, with 16 hex digits of the fingerprint to tell apart.
 
-        At most 57 characters of ``[A-Za-z0-9._-]``, and no leading dot.
+        Of the model and the namespace, if there is one. At most 78 characters of
+        ``[A-Za-z0-9._-]``, and no leading dot.
         """
         name = self.model_identity or self.model_path or ""
-        base = name.rstrip("/").rpartition("/")[2]
-        safe = re.sub(r"[^A-Za-z0-9._-]", "_", base).lstrip(".")[:40] or "model"
-        return f"{safe}-{self.fingerprint[:8].hex()}"
+        words = [_slug(name.rstrip("/").rpartition("/")[2], 40) or "model"]
+        if self.namespace is not None:
+            words.append(_slug(self.namespace, 20) or "namespace")
+        return "-".join([*words, self.fingerprint[:8].hex()])
 
     @functools.cached_property
     def _keyed_hash(self) -> Any:
@@ -143,8 +146,19 @@ class Identity:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
 
+def canonical_json(parts: Mapping[str, Any]) -> bytes:
+    """What a fingerprint is taken of: sorted keys, no blanks, UTF-8, surrogates as they are."""
+    text = json.dumps(parts, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _slug(name: str, length: int) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]", "_", name).lstrip(".")[:length]
+
+
 def from_parts(
     *,
+    namespace: str | None = None,
     model_path: str | None = None,
     revision: str | None = None,
     served_model_name: str | None = None,
@@ -152,6 +166,7 @@ def from_parts(
     storage_format_tag: str | None = None,
     dtype: str,
     layout: str,
+    device_layout: str | None = None,
     page_size: int,
     tensor_sizes: Sequence[int],
     is_mla: bool,
@@ -173,15 +188,16 @@ def from_parts(
 ) -> Identity:
     """The identity of one cache, with what doesn't apply left out (see `Identity`).
 
-    ``model_path``, ``revision``, ``served_model_name``: as SGLang knows them; all three are
-    replaced by ``model_identity`` where that is given. ``storage_format_tag``: the host pool's
-    own, if any; it is kept in either case. ``dtype``: the KV's own type, as in ``bfloat16``: not
-    the type it is stored as, since every FP8 kind is stored as ``uint8``. ``layout``: the host
-    pool's. ``page_size``: tokens. ``tensor_sizes``: bytes of each tensor of a page, in the order
-    in which they are stored. ``tp_lcm_size`` counts only with ``should_split_heads``.
-    ``start_layer``, ``end_layer``: the pool's, if known. ``variant``: whatever else changes the
-    bytes (quantization, model overrides), as name -> value. ``pool``: which of a model's host
-    pools this is.
+    ``namespace``: the user's, if any. ``model_path``, ``revision``, ``served_model_name``: as
+    SGLang knows them; all three are replaced by ``model_identity`` where that is given.
+    ``storage_format_tag``: the host pool's own, if any; it is kept in either case. ``dtype``: the
+    KV's own type, as in ``bfloat16``: not the type it is stored as, since every FP8 kind is stored
+    as ``uint8``. ``layout``: the host pool's; ``device_layout``: the device pool's, if the rows
+    that it has are in an order of their own, which the host pool keeps. ``page_size``: tokens.
+    ``tensor_sizes``: bytes of each tensor of a page, in the order in which they are stored.
+    ``tp_lcm_size`` counts only with ``should_split_heads``. ``start_layer``, ``end_layer``: the
+    pool's, if known. ``variant``: whatever else changes the bytes (quantization, model overrides),
+    as name -> value. ``pool``: which of a model's host pools this is.
 
     Raises `ConfigError` if nothing but the served name says which weights these are: two models
     can be served under one name, and their pages would be taken for each other's. Raises
@@ -224,6 +240,7 @@ def from_parts(
     if not all(isinstance(part, str) for pair in pairs for part in pair):
         raise TypeError(f"variant must hold strings only, got {variant!r}")
     return Identity(
+        namespace=namespace or None,
         model_path=model_path,
         revision=revision or None,
         served_model_name=served_model_name or None,
@@ -231,6 +248,7 @@ def from_parts(
         storage_format_tag=storage_format_tag or None,
         dtype=dtype,
         layout=layout,
+        device_layout=device_layout or None,
         page_size=page_size,
         tensor_sizes=tensor_sizes,
         is_mla=bool(is_mla),

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from . import config as settings
-from .errors import ConfigError, StoreNoMemory
+from . import manifest
+from .errors import ConfigError, StoreInvalidArgument, StoreNoMemory
 from .identity import Identity
 from .store import Store, StoreOptions
 
@@ -25,13 +25,41 @@ def shard_size(config: settings.Config, pipeline: str, payload: int) -> int:
     return payload
 
 
+def capacities(config: settings.Config) -> tuple[int, ...] | None:
+    """Bytes that each of ``storage_backends`` may hold; None without a limit."""
+    given, count = config.posix_capacity_gb, len(config.storage_backends)
+    if given is None:
+        return None
+    each = given if isinstance(given, tuple) else (given / count,) * count
+    return tuple(max(1, int(gib * _GIB)) for gib in each)
+
+
+def space(config: settings.Config) -> str:
+    """What the log says of space: one clause."""
+    limits = []
+    if config.posix_capacity_gb is not None:
+        given = config.posix_capacity_gb
+        each = given if isinstance(given, tuple) else (given,)
+        limits.append(
+            f"{', '.join(f'{gib:g}' for gib in each)} GiB of blocks "
+            f"({'each' if isinstance(given, tuple) else 'in all'}; eviction from "
+            f"{config.posix_high_watermark_percent} % down to "
+            f"{config.posix_low_watermark_percent} %)"
+        )
+    if config.posix_free_space_reserve_gb:
+        limits.append(f"{config.posix_free_space_reserve_gb:g} GiB kept free")
+    if limits:
+        return "room for " + ", ".join(limits)
+    return "nothing is evicted: neither posix_capacity_gb nor posix_free_space_reserve_gb is set"
+
+
 def open_store(
     config: settings.Config, pipeline: str, identity: Identity, tensor_sizes: tuple[int, ...]
 ) -> Store:
     """Open the store for pages of these tensors, one shard a block.
 
-    Raises `ConfigError` for a user's geometry that isn't the pool's, or a buffer that doesn't fit;
-    `StoreError` for what else the native side can't do.
+    Raises `ConfigError` for a user's geometry that isn't the pool's, a buffer that doesn't fit, or
+    a value that the native side refuses; `StoreError` for what else it can't do.
     """
     size = shard_size(config, pipeline, sum(tensor_sizes))
     settings.check_geometry(config, tensor_sizes, size, size)
@@ -40,11 +68,13 @@ def open_store(
     options = StoreOptions(
         pipeline=pipeline,
         identity_name=identity.directory_name,
-        identity_manifest=json.dumps(identity.manifest(), indent=2, sort_keys=True) + "\n",
+        identity_manifest=manifest.describe(identity).text(),
         identity_fingerprint=identity.fingerprint,
         tensor_sizes=tensor_sizes,
         shard_size=size,
         block_size=size,
+        posix_capacities=capacities(config),
+        posix_free_space_reserve=int((config.posix_free_space_reserve_gb or 0) * _GIB),
         # 0 means that the native side chooses.
         cache_buffer_capacity=0 if capacity is None else max(1, round(capacity * _GIB)),
         **fields,
@@ -60,7 +90,21 @@ def open_store(
             "a size that holds a page and can be reserved",
             hint=str(error),
         ) from error
+    except StoreInvalidArgument as error:
+        for field, key in _KEYS.items():
+            if field in str(error):
+                value = getattr(config, key)
+                shown = list(value) if isinstance(value, tuple) else value
+                raise ConfigError(key, shown, _ALLOWED[key], hint=str(error)) from error
+        raise
 
+
+# What the native store refuses only when it opens, by the field that its message begins with.
+_KEYS = {"posix_capacit": "posix_capacity_gb", "io_direct": "io_direct"}
+_ALLOWED = {
+    "posix_capacity_gb": "room for a block in each of storage_backends at least",
+    "io_direct": "true or false on this file system",
+}
 
 # Settings that the native store has under the same name.
 _PASSED_ON = (
@@ -68,6 +112,9 @@ _PASSED_ON = (
     "posix_load_worker_number",
     "posix_dump_worker_number",
     "posix_queue_depth",
+    "posix_high_watermark_percent",
+    "posix_low_watermark_percent",
+    "verify",
     "io_direct",
     "posix_zero_copy",
     "timeout_ms",

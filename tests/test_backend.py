@@ -100,11 +100,12 @@ def test_one_bad_page_fails_alone(attach, tmp_path):
 def test_a_manifest_says_what_a_directory_holds(attach, tmp_path):
     """Pinned: beside the blocks lies a file that tells a person the model, type and sizes."""
     backend = attach(host_pools.mha_pool())
-    manifest = json.loads((tmp_path / "store" / backend.identity.directory_name / "identity.json")
-                          .read_text())  # fmt: skip
+    path = tmp_path / "store" / backend.identity.directory_name / "identity.json"
+    manifest = json.loads(path.read_text())
     assert manifest["model_identity"] == "tests/model"
     assert manifest["dtype"] == "bfloat16"
     assert manifest["tensor_sizes"] == [1536, 1536]
+    assert manifest["store"]["block_bytes"] == 8192
 
 
 def test_clear_spares_other_models(attach, tmp_path):

@@ -14,6 +14,8 @@ CHANGES = {
     "pp_rank": {"pp_rank": 1, "pp_size": 2},
     "pp_size": {"pp_size": 2},
     "attn_cp_rank": {"attn_cp_rank": 1, "attn_cp_size": 2},
+    "head_split": {"should_split_heads": True, "tp_lcm_size": 2},
+    "namespace": {"extra": {"namespace": "tenant"}},
 }
 POOL_CHANGES = {
     "dtype": {"dtype": torch.float16},
@@ -81,12 +83,13 @@ def test_updated_weights_end_the_use_of_what_is_stored(attach, caplog, monkeypat
     monkeypatch.setattr(module, "_weights_now", lambda: (1, "step-2"))
     updated = attach(make(), is_mla=is_mla)
     assert updated.batch_exists(names) == 0
-    assert updated.identity.manifest()["variant"] == {"weight_version": "step-2"}
+    assert updated.identity.parts()["variant"] == {"weight_version": "step-2"}
 
 
-def _model(path, **others):
+def _told(path, moe=(), spec=(), **others):
+    """What a server was told: the model's arguments, and those of other namespaces."""
     fields = {"model_path": str(path), "kv_cache_dtype": "auto", "load_format": "auto"}
-    return fields | others
+    return {"model": fields | others, "moe": dict(moe), "spec": dict(spec)}
 
 
 def test_a_relative_model_path_is_one_place(attach, monkeypatch, tmp_path):
@@ -97,12 +100,12 @@ def test_a_relative_model_path_is_one_place(attach, monkeypatch, tmp_path):
     for place in ("a", "b"):
         (tmp_path / place / "ckpt").mkdir(parents=True)
     given = {"extra": {"model_identity": None}}
-    monkeypatch.setattr(module, "_model_bag", lambda: _model("./ckpt"))
+    monkeypatch.setattr(module, "_arguments", lambda: _told("./ckpt"))
     monkeypatch.chdir(tmp_path / "a")
     attach(pool, **given).batch_set_v1(names, host_pools.indices(pool, [0, 1]))
     monkeypatch.chdir(tmp_path / "b")
     assert attach(host_pools.mha_pool(), **given).batch_exists(names) == 0
-    monkeypatch.setattr(module, "_model_bag", lambda: _model(f"{tmp_path}/a/ckpt/"))
+    monkeypatch.setattr(module, "_arguments", lambda: _told(f"{tmp_path}/a/ckpt/"))
     assert attach(host_pools.mha_pool(), **given).batch_exists(names) == 2
 
 
@@ -115,10 +118,10 @@ def test_other_weights_under_one_path_are_a_miss(attach, monkeypatch, tmp_path):
     checkpoint = tmp_path / "ckpt"
     checkpoint.mkdir()
     (checkpoint / "model.safetensors").write_bytes(bytes(range(256)) * 400)
-    monkeypatch.setattr(module, "_model_bag", lambda: _model(checkpoint))
+    monkeypatch.setattr(module, "_arguments", lambda: _told(checkpoint))
     attach(pool, **given).batch_set_v1(names, host_pools.indices(pool, [0, 1]))
     assert attach(host_pools.mha_pool(), **given).batch_exists(names) == 2
     (checkpoint / "model.safetensors").write_bytes(bytes(reversed(range(256))) * 400)
     assert attach(host_pools.mha_pool(), **given).batch_exists(names) == 0
-    monkeypatch.setattr(module, "_model_bag", lambda: _model(checkpoint, load_format="dummy"))
+    monkeypatch.setattr(module, "_arguments", lambda: _told(checkpoint, load_format="dummy"))
     assert attach(host_pools.mha_pool(), **given).batch_exists(names) == 0

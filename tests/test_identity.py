@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import hashlib
+import inspect
 import json
 import pickle
 import re
@@ -32,36 +34,77 @@ MHA: dict[str, Any] = {
 }
 MLA = MHA | {"is_mla": True, "tensor_sizes": (4497408,)}
 
-# One changed part each; every one of them changes the bytes, or may.
-CHANGES: list[dict[str, Any]] = [
-    {"model_path": "/models/other"},
-    {"revision": "v2"},
-    {"revision": None},
-    {"served_model_name": "other"},
-    {"model_identity": "weights-1"},
-    {"storage_format_tag": "unified-token-major"},
-    {"dtype": "float8_e4m3fn"},
-    {"dtype": "float8_e5m2"},
-    {"layout": "page_first"},
-    {"page_size": 32},
-    {"tensor_sizes": (65536, 65540)},
-    {"tensor_sizes": (65536,)},
-    {"tp_size": 8},
-    {"pp_rank": 1},
-    {"pp_size": 4},
-    {"attn_cp_size": 2},
-    {"attn_cp_size": 2, "attn_cp_rank": 1},
-    {"dcp_size": 2},
-    {"dcp_size": 2, "dcp_rank": 1},
-    {"should_split_heads": True, "tp_lcm_size": 8},
-    {"should_split_heads": True, "tp_lcm_size": 16},
-    {"start_layer": 0, "end_layer": 4},
-    {"start_layer": 4, "end_layer": 8},
-    {"start_layer": 0, "end_layer": 8},
-    {"variant": {"quantization": "fp8"}},
-    {"variant": {"quantization": "awq"}},
-    {"pool": "indexer"},
-]
+# One changed part each; every one of them changes the bytes, or may. A name of `from_parts` that
+# isn't here fails a test.
+CHANGES: dict[str, list[dict[str, Any]]] = {
+    "namespace": [{"namespace": "tenant-a"}, {"namespace": "tenant-b"}],
+    "model_path": [{"model_path": "/models/other"}],
+    "revision": [{"revision": "v2"}, {"revision": None}],
+    "served_model_name": [{"served_model_name": "other"}],
+    "model_identity": [{"model_identity": "weights-1"}, {"model_identity": "weights-2"}],
+    "storage_format_tag": [{"storage_format_tag": "unified-token-major"}],
+    "dtype": [
+        {"dtype": dtype}
+        for dtype in (
+            "float16", "float8_e4m3fn", "float8_e5m2", "fp8_e4m3 as uint8", "fp8_e5m2 as uint8",
+            "fp8_e4m3 (float8_e4m3fnuz) as uint8", "auto as uint8", "nvfp4 as uint8",
+            "mxfp8 as float8_e4m3fn",
+        )
+    ],
+    "layout": [{"layout": "page_first"}, {"layout": "layer_first"}],
+    "device_layout": [{"device_layout": "hnd"}, {"device_layout": "vectorized_5d"}],
+    "page_size": [{"page_size": 32}],
+    "tensor_sizes": [{"tensor_sizes": (65536, 65540)}, {"tensor_sizes": (65536,)}],
+    "tp_size": [{"tp_size": 8}],
+    "pp_rank": [{"pp_rank": 1}],
+    "pp_size": [{"pp_size": 4}],
+    "attn_cp_size": [{"attn_cp_size": 2}],
+    "attn_cp_rank": [{"attn_cp_size": 2, "attn_cp_rank": 1}],
+    "dcp_size": [{"dcp_size": 2}],
+    "dcp_rank": [{"dcp_size": 2, "dcp_rank": 1}],
+    "should_split_heads": [{"should_split_heads": True, "tp_lcm_size": 8}],
+    "tp_lcm_size": [{"should_split_heads": True, "tp_lcm_size": 16}],
+    "start_layer": [{"start_layer": 0}, {"start_layer": 4, "end_layer": 8}],
+    "end_layer": [{"start_layer": 0, "end_layer": 4}, {"start_layer": 0, "end_layer": 8}],
+    "variant": [
+        {"variant": {name: value}}
+        for name, value in (
+            ("quantization", "fp8"), ("quantization", "awq"), ("quantization_param_path", "fp8"),
+            ("quantization_param_path", "other"), ("weights", "fp8"),
+        )
+    ],
+    "pool": [{"pool": "indexer"}],
+}  # fmt: skip
+# Tested by themselves: they count for some models only.
+DEPENDS = {"is_mla", "tp_rank", "cp_replicated"}
+
+
+def test_every_part_has_a_change() -> None:
+    """A part that is added to identities is added to the table."""
+    assert set(CHANGES) | DEPENDS == set(inspect.signature(from_parts).parameters)
+    ours = {field.name for field in dataclasses.fields(Identity)}
+    assert set(CHANGES) | {"is_mla", "tp_rank", "format_version"} == ours
+
+
+@pytest.mark.parametrize("base", [MHA, MLA], ids=["mha", "mla"])
+def test_every_part_tells_caches_apart(base: dict[str, Any]) -> None:
+    """F22: no two of these, and none and the base, share fingerprint, directory or block id."""
+    changes = [change for changes in CHANGES.values() for change in changes]
+    identities = [from_parts(**base)] + [from_parts(**(base | change)) for change in changes]
+    assert len({i.fingerprint for i in identities}) == len(identities)
+    assert len({i.block_id("key") for i in identities}) == len(identities)
+    assert len({i.directory_name for i in identities}) == len(identities)
+
+
+@pytest.mark.parametrize("part", CHANGES)
+def test_one_part_is_enough(part: str) -> None:
+    """F22: a change of one part alone changes all three, whatever the other values of it say."""
+    base = from_parts(**MHA)
+    for change in CHANGES[part]:
+        other = from_parts(**(MHA | change))
+        assert other.fingerprint != base.fingerprint
+        assert other.directory_name != base.directory_name
+        assert other.block_ids(("a", "b")) != base.block_ids(("a", "b"))
 
 
 def test_golden_values() -> None:
@@ -72,26 +115,17 @@ def test_golden_values() -> None:
     identity = from_parts(**MHA)
     assert identity.canonical() == (
         b'{"attn_cp_rank":0,"attn_cp_size":1,"dcp_rank":0,"dcp_size":1,"dtype":"bfloat16",'
-        b'"format_version":1,"is_mla":false,"layout":"page_first_direct",'
+        b'"format_version":2,"is_mla":false,"layout":"page_first_direct",'
         b'"model_path":"/models/tiny-llama","page_size":64,"pool":"kv","pp_rank":0,"pp_size":2,'
         b'"revision":"main","served_model_name":"llama","should_split_heads":false,'
         b'"tensor_sizes":[65536,65536],"tp_rank":1,"tp_size":4}'
     )
     assert (
         identity.fingerprint.hex()
-        == "85baa6cfc873f5fec6e7a110bca2b946d4861d63af76a4e336976f22fdef9e49"
+        == "a40165631b0b1ca4f5bd6bb16601db4f7d442df790bba59423ffc09721ea2ebb"
     )
-    assert identity.block_id("a" * 64).hex() == "bd3088283caef5965d8b3cdf0e8891dd"
-    assert identity.directory_name == "tiny-llama-85baa6cfc873f5fe"
-
-
-@pytest.mark.parametrize("base", [MHA, MLA], ids=["mha", "mla"])
-def test_every_part_tells_caches_apart(base: dict[str, Any]) -> None:
-    """F22: no two of these, and none and the base, share a fingerprint or a block id."""
-    identities = [from_parts(**base)] + [from_parts(**(base | change)) for change in CHANGES]
-    assert len({i.fingerprint for i in identities}) == len(identities)
-    assert len({i.block_id("key") for i in identities}) == len(identities)
-    assert len({i.directory_name for i in identities}) == len(identities)
+    assert identity.block_id("a" * 64).hex() == "47d25b9b25ac5978c921d8e20cecdd2b"
+    assert identity.directory_name == "tiny-llama-a40165631b0b1ca4"
 
 
 def test_mha_and_mla_differ_in_the_tp_rank() -> None:
@@ -100,7 +134,7 @@ def test_mha_and_mla_differ_in_the_tp_rank() -> None:
     mla = {from_parts(**(MLA | {"tp_rank": rank})).fingerprint for rank in range(4)}
     assert len(mha) == 4
     assert len(mla) == 1
-    assert "tp_rank" not in from_parts(**MLA).manifest()
+    assert "tp_rank" not in from_parts(**MLA).parts()
 
 
 def test_dp_rank_is_in_no_identity() -> None:
@@ -127,7 +161,7 @@ def test_context_parallel_rank_is_in_unless_known_to_be_replicated() -> None:
         for r in range(2)
     }
     assert len(shared) == 1
-    assert shared.pop().manifest()["attn_cp_size"] == 2
+    assert shared.pop().parts()["attn_cp_size"] == 2
 
 
 def test_model_identity_replaces_the_three_names() -> None:
@@ -137,7 +171,7 @@ def test_model_identity_replaces_the_three_names() -> None:
     assert from_parts(**(moved | {"model_identity": "w"})) == here
     nameless = MHA | {"model_path": None, "revision": None, "served_model_name": None}
     assert from_parts(**(nameless | {"model_identity": "w"})) == here
-    assert not {"model_path", "revision", "served_model_name"} & set(here.manifest())
+    assert not {"model_path", "revision", "served_model_name"} & set(here.parts())
     other = from_parts(**(MHA | {"model_identity": "w", "dtype": "float16"}))
     assert other.fingerprint != here.fingerprint
     tagged = from_parts(**(MHA | {"model_identity": "w", "storage_format_tag": "t"}))
@@ -162,7 +196,7 @@ def test_what_does_not_apply_changes_nothing() -> None:
 
 def test_manifest_is_json_and_leaves_out_what_is_absent() -> None:
     """A field without a value isn't written, so adding one later keeps old fingerprints."""
-    manifest = from_parts(**(MHA | {"revision": None})).manifest()
+    manifest = from_parts(**(MHA | {"revision": None})).parts()
     assert json.loads(json.dumps(manifest)) == manifest
     assert None not in manifest.values()
     assert not {"revision", "variant", "start_layer", "storage_format_tag"} & set(manifest)
@@ -288,6 +322,26 @@ def test_directory_name_is_safe_and_recognisable(name: str, start: str) -> None:
     assert re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,56}", identity.directory_name)
     named = from_parts(**(MHA | {"model_path": "/x", "model_identity": name}))
     assert named.directory_name.startswith(start)
+
+
+def test_a_namespace_shows_in_the_directory_name() -> None:
+    """People can tell tenants' directories apart; what isn't safe in a name is replaced."""
+    for namespace, shown in (
+        ("team-a", "team-a"), ("../x y", "_x_y"), ("п", "_"), ("." * 9, "namespace"),
+        ("n" * 99, "n" * 20),
+    ):  # fmt: skip
+        identity = from_parts(**(MHA | {"namespace": namespace}))
+        assert identity.directory_name == f"tiny-llama-{shown}-{identity.fingerprint.hex()[:16]}"
+        assert identity.parts()["namespace"] == namespace
+        assert re.fullmatch(r"[A-Za-z0-9._-]{1,78}", identity.directory_name)
+
+
+def test_a_namespace_does_not_run_into_the_model() -> None:
+    """Directory names that would read the same are told apart by the fingerprint."""
+    left = from_parts(**(MHA | {"model_path": "/a-b"}))
+    right = from_parts(**(MHA | {"model_path": "/a", "namespace": "b"}))
+    assert left.directory_name[:4] == right.directory_name[:4] == "a-b-"
+    assert left.directory_name != right.directory_name
 
 
 def test_identity_is_frozen_and_copies_after_use() -> None:

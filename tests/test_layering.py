@@ -27,6 +27,7 @@ LAYERS = [
     {"backend"},
     *ASYNC_LOAD,
     {"flat_pages", "opening"},
+    {"manifest", "model_facts"},
     {"config", "guard", "identity", "pages", "prefix_links", "store", "throttle", "transfer_log"}
     | {"weights"},
     {"_config_file", "_settings_table", "_ffi"},
