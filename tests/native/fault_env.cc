@@ -83,9 +83,9 @@ size_t DescriptorCount() { return EntriesOf("/proc/self/fd"); }
 
 const char* OpName(Op op) {
   static constexpr const char* kNames[kOpCount] = {
-      "OpenRead", "OpenWrite",      "OpenLocked", "Close",       "ReadFull",      "WriteFull",
-      "StatFd",   "Stat",           "Rename",     "Unlink",      "MakeDirectory", "RemoveDirectory",
-      "List",     "FilesystemType", "UniqueName", "SetModified", "Space"};
+      "OpenRead", "OpenWrite",      "OpenLocked",  "Close",  "ReadFull",      "WriteFull",
+      "StatFd",   "Stat",           "Rename",      "Unlink", "MakeDirectory", "RemoveDirectory",
+      "List",     "FilesystemType", "SetModified", "Space",  "SyncDirectory", "UniqueName"};
   return kNames[static_cast<size_t>(op)];
 }
 
@@ -269,6 +269,10 @@ Status FaultEnv::SetModified(const std::string& path, uint64_t modified_ns) {
 
 Result<SpaceInfo> FaultEnv::Space(const std::string& path) {
   return Do<Result<SpaceInfo>>({Op::kSpace, path}, [&](Call&) { return real_.Space(path); });
+}
+
+Status FaultEnv::SyncDirectory(const std::string& path) {
+  return Do<Status>({Op::kSyncDirectory, path}, [&](Call&) { return real_.SyncDirectory(path); });
 }
 
 std::string FaultEnv::UniqueName() {

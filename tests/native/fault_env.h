@@ -70,11 +70,12 @@ enum class Op : uint8_t {
   kRemoveDirectory,
   kList,
   kFilesystemType,
-  kUniqueName,
   kSetModified,
   kSpace,
+  kSyncDirectory,
+  kUniqueName,  // the last one: no system call on files
 };
-inline constexpr size_t kOpCount = 17;
+inline constexpr size_t kOpCount = 18;
 const char* OpName(Op op);
 
 // Thread-safe. Must outlive every worker that uses it: call WaitIdle before
@@ -127,6 +128,7 @@ class FaultEnv : public Env {
   std::string UniqueName() override;
   Status SetModified(const std::string& path, uint64_t modified_ns) override;
   Result<SpaceInfo> Space(const std::string& path) override;
+  Status SyncDirectory(const std::string& path) override;
   uint64_t Now() override { return real_.Now(); }  // no system call that could fail
 
  private:

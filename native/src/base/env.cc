@@ -175,6 +175,15 @@ class RealEnv final : public Env {
     return names;
   }
 
+  Status SyncDirectory(const std::string& path) override {
+    const Result<Fd> opened = Open(path, O_RDONLY | O_DIRECTORY, "open");
+    if (!opened.ok()) return opened.status();
+    const Fd fd = opened.value();
+    const int error = RetryEintr([&] { return fsync(fd); }) == 0 ? 0 : errno;
+    close(fd);
+    return error == 0 ? Status::Ok() : Status::FromErrno(error, "sync", path);
+  }
+
   Result<uint64_t> FilesystemType(const std::string& path) override {
     struct statfs st;
     if (RetryEintr([&] { return statfs(path.c_str(), &st); }) != 0) {

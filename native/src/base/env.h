@@ -78,6 +78,8 @@ class Env {
   virtual Status RemoveDirectory(const std::string& path) = 0;
   // Names in a directory, without "." and "..", in no order.
   virtual Result<std::vector<std::string>> List(const std::string& path) = 0;
+  // Waits until the names in a directory are on stable storage.
+  virtual Status SyncDirectory(const std::string& path) = 0;
   // The filesystem's type number, as statfs(2) gives it.
   virtual Result<uint64_t> FilesystemType(const std::string& path) = 0;
   virtual Result<SpaceInfo> Space(const std::string& path) = 0;

@@ -27,7 +27,10 @@ Status Status::FromErrno(int error, const char* what, const std::string& path) {
     default:
       break;
   }
-  return {code, std::string(what) + " " + path + ": " + std::generic_category().message(error)};
+  Status status(code,
+                std::string(what) + " " + path + ": " + std::generic_category().message(error));
+  status.error_ = error;
+  return status;
 }
 
 }  // namespace cachestore

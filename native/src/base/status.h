@@ -28,9 +28,12 @@ class [[nodiscard]] Status {
   bool ok() const { return code_ == CS_OK; }
   Code code() const { return code_; }
   const std::string& text() const { return text_; }
+  // The errno value that it came from; 0: from none.
+  int error() const { return error_; }
 
  private:
   Code code_ = CS_OK;
+  int error_ = 0;
   std::string text_;
 };
 

@@ -1,5 +1,8 @@
 #include "posix/directory.h"
 
+#include <algorithm>
+#include <array>
+#include <cerrno>
 #include <cstring>
 #include <utility>
 
@@ -34,6 +37,15 @@ uint64_t Hash(const std::string& text) {
   return hash;
 }
 
+// As on NFS without a lock daemon: nobody has locks there, cleaners neither.
+bool HasNoLocks(const Status& status) {
+  return status.error() == ENOLCK || status.error() == ENOSYS || status.error() == EOPNOTSUPP;
+}
+
+bool IsSame(const FileInfo& a, const FileInfo& b) {
+  return a.device == b.device && a.inode == b.inode;
+}
+
 }  // namespace
 
 bool IsSureToEnd(uint64_t filesystem_type) {
@@ -61,22 +73,97 @@ Directory::Directory(Env& env, EventRing& events, DirectoryOptions options)
       base_(options_.root + "/" + options_.identity_name),
       instance_(env.UniqueName()),
       seed_(Hash(options_.root)),
+      health_(events, options_.root),
       direct_(options_.direct) {}
 
 Status Directory::Open() {
-  if (Status made = env_.MakeDirectories(base_ + "/blocks"); !made.ok()) return made;
-  const Result<uint64_t> type = env_.FilesystemType(base_);
-  if (!type.ok()) return type.status();
-  zero_copy_ = options_.zero_copy == CS_ZERO_COPY_ALWAYS ||
-               (options_.zero_copy == CS_ZERO_COPY_AUTO && IsSureToEnd(type.value()));
-  latest_clear_.store(ReadClear());
+  const std::lock_guard lock(open_mutex_);
+  if (opened_) return Status::Ok();
+  Status status = OpenOnce();
+  opened_ = status.ok();
+  return status;
+}
+
+Status Directory::OpenOnce() {
+  const Status made = env_.MakeDirectories(base_ + "/blocks");
+  if (!made.ok() && !SaysReadOnly(made)) return made;
+  const Result<uint64_t> type = env_.FilesystemType(made.ok() ? base_ : options_.root);
+  if (!type.ok()) return made.ok() ? type.status() : made;
+  zero_copy_.store(options_.zero_copy == CS_ZERO_COPY_ALWAYS ||
+                   (options_.zero_copy == CS_ZERO_COPY_AUTO && IsSureToEnd(type.value())));
+  if (!made.ok()) {
+    // Nothing of this identity is there, or ever was.
+    if (health_.use() == Health::Use::kFull) health_.StartAs(Health::Use::kReadOnly, made);
+    return made;
+  }
+  const Result<FileInfo> base = env_.Stat(base_);
+  if (!base.ok()) return base.status();
+  if (!base.value().is_directory) {
+    return {CS_INVALID, base_ + " is a symbolic link: what is removed would lie elsewhere"};
+  }
+  if (const Result<uint64_t> latest = ReadClear(); latest.ok()) {
+    const std::lock_guard lock(clear_mutex_);
+    latest_clear_.store(latest.value());
+  }
   Status written = MakeTemporaryDirectory();
   if (written.ok()) written = WriteManifest();
   if (!written.ok()) {
     // A full or read-only directory still serves what it has.
     events_.Add(CS_EVENT_WARNING, "nothing can be stored at present: " + written.text());
+    health_.Note(Health::Call::kWrite, written);
+    if (SaysReadOnly(written) && health_.use() == Health::Use::kFull) {
+      health_.StartAs(Health::Use::kReadOnly, written);
+    }
   }
   return Status::Ok();
+}
+
+void Directory::Probe() {
+  Status read = Open();
+  Status written = read;
+  if (read.ok() || SaysReadOnly(read)) {
+    const Status blocks = env_.Stat(base_ + "/blocks").status();
+    read = blocks.code() == CS_NOT_FOUND && blocks.error() != ESTALE ? Status::Ok() : blocks;
+  }
+  if (read.ok() && written.ok()) written = TryWriting();
+  if (read.ok() && owes_clear_.load()) {
+    read = MoveBlocksToTrash();
+    if (read.ok()) owes_clear_.store(false);
+  }
+  health_.NoteProbe(read, written, Health::Clock::now());
+}
+
+// What a dump does, with a small file.
+Status Directory::TryWriting() {
+  const std::string path = NewTemporaryPath() + "-probe";
+  Result<Fd> opened = env_.OpenWrite(path, /*direct=*/false);
+  if (opened.status().code() == CS_NOT_FOUND) {
+    if (Status made = MakeTemporaryDirectory(); !made.ok()) return made;
+    opened = env_.OpenWrite(path, /*direct=*/false);
+  }
+  if (!opened.ok()) return opened.status();
+  FileCloser file(env_, opened.value());
+  std::array<char, 4096> bytes;
+  bytes.fill('p');
+  iovec part{bytes.data(), bytes.size()};
+  Status status = env_.WriteFull(file.get(), {&part, 1}, 0);
+  if (status.ok()) status = file.Close();
+  if (status.ok()) {
+    bytes.fill(0);
+    part = {bytes.data(), bytes.size()};
+    const Result<Fd> again = env_.OpenRead(path, /*direct=*/false);
+    status = again.status();
+    if (again.ok()) {
+      const FileCloser reading(env_, again.value());
+      const Result<uint64_t> read = env_.ReadFull(reading.get(), {&part, 1}, 0);
+      status = read.status();
+      if (read.ok() && static_cast<size_t>(std::count(bytes.begin(), bytes.end(), 'p')) != 4096) {
+        status = {CS_IO, path + " isn't what was written"};
+      }
+    }
+  }
+  const Status removed = env_.Unlink(path);
+  return status.ok() ? removed : status;
 }
 
 void Directory::DisableDirect() {
@@ -112,18 +199,23 @@ Status Directory::MakeTemporaryDirectory() {
   Status made;
   for (int tries = 0; tries < kTries; ++tries) {
     made = env_.MakeDirectories(path);
-    if (!made.ok()) continue;
+    if (made.code() == CS_NOT_FOUND) continue;
+    if (!made.ok()) return made;
     if (HoldsLock(path)) return Status::Ok();  // another thread was faster
     Result<Fd> locked = env_.OpenLocked(path + "/lock", /*create=*/true);
     if (locked.ok()) {
       lock_ = FileCloser(env_, locked.value());
-    } else if (locked.status().code() == CS_REFUSED || locked.status().code() == CS_NOT_FOUND) {
-      made = locked.status();
+    } else if (HasNoLocks(locked.status())) {
+      break;  // cleaners can't lock either, and leave the directory alone
     } else {
-      // A filesystem without locks: cleaners can't lock either, and leave the
-      // directory alone.
-      return Status::Ok();
+      made = locked.status();
+      if (made.code() != CS_REFUSED && made.code() != CS_NOT_FOUND) return made;
     }
+  }
+  // The whole identity was deleted, and its manifest with it.
+  if (made.ok() && has_manifest_.load() &&
+      env_.Stat(base_ + "/identity.json").status().code() == CS_NOT_FOUND) {
+    (void)WriteManifest();
   }
   return made;
 }
@@ -132,13 +224,14 @@ bool Directory::HoldsLock(const std::string& path) {
   if (!lock_) return false;
   const Result<FileInfo> ours = env_.StatFd(lock_.get());
   const Result<FileInfo> there = env_.Stat(path + "/lock");
-  return ours.ok() && there.ok() && ours.value().device == there.value().device &&
-         ours.value().inode == there.value().inode;
+  return ours.ok() && there.ok() && IsSame(ours.value(), there.value());
 }
 
 Status Directory::Publish(const std::string& temporary, const BlockId& block, uint64_t epoch) {
   NoticeClear();
   if (epoch != this->epoch()) return env_.Unlink(temporary);  // as if before the clear
+  const Result<FileInfo> written = env_.Stat(temporary);      // to know it again
+  if (!written.ok()) return written.status();
   const std::string path = BlockPath(block);
   Status moved = env_.Rename(temporary, path);
   // The fan-out directory isn't there yet, or was deleted. A clear can take it
@@ -151,12 +244,12 @@ Status Directory::Publish(const std::string& temporary, const BlockId& block, ui
   // A clear is marked first and moves the blocks then: one that has missed this
   // block is noticed here.
   if (moved.ok()) NoticeClear();
-  if (moved.ok() && epoch != this->epoch()) (void)env_.Unlink(path);
+  if (moved.ok() && epoch != this->epoch()) (void)RemoveSame(path, written.value());
   if (moved.ok() || moved.code() == CS_NOT_FOUND) return moved;
   const Result<FileInfo> there = env_.Stat(path);
   if (!there.ok() || !there.value().is_directory) return moved;
   // Whoever made a directory of that name: no file could ever take its place.
-  if (Status made = env_.MakeDirectories(base_ + "/trash"); !made.ok()) return made;
+  if (Status made = MakeTrash(); !made.ok()) return made;
   const Status aside = env_.Rename(path, base_ + "/trash/" + env_.UniqueName());
   return aside.ok() ? env_.Rename(temporary, path) : aside;
 }
@@ -171,25 +264,29 @@ Status Directory::WriteManifest() {
   Status written = env_.WriteFull(file.get(), {&part, 1}, 0);
   if (written.ok()) written = file.Close();
   if (written.ok()) written = env_.Rename(temporary, base_ + "/identity.json");
+  if (written.ok()) has_manifest_.store(true);
   if (!written.ok()) (void)env_.Unlink(temporary);
   return written;
 }
 
 // What tells one clear from the next: a new file each time, in the place of the
 // one before. Its number and time together don't come again.
-uint64_t Directory::ReadClear() {
+Result<uint64_t> Directory::ReadClear() {
   const Result<FileInfo> mark = env_.Stat(base_ + "/cleared");
-  return mark.ok() ? Mix(Mix(mark.value().inode) ^ mark.value().modified_ns) | 1 : 0;
+  if (mark.ok()) return Mix(Mix(mark.value().inode) ^ mark.value().modified_ns) | 1;
+  if (mark.status().code() != CS_NOT_FOUND) return mark.status();
+  return uint64_t{0};
 }
 
 void Directory::NoticeClear() {
   for (int tries = 0; tries < kTries; ++tries) {
     const uint64_t before = epoch();
-    const uint64_t latest = ReadClear();
+    const Result<uint64_t> latest = ReadClear();
+    if (!latest.ok()) return health_.Note(Health::Call::kRead, latest.status());
     const std::lock_guard lock(clear_mutex_);
-    if (latest == latest_clear_.load()) return;
+    if (latest.value() == latest_clear_.load()) return;
     if (before != epoch()) continue;  // one of ours came between
-    latest_clear_.store(latest);
+    latest_clear_.store(latest.value());
     epoch_.fetch_add(1);
     return;
   }
@@ -208,22 +305,36 @@ Status Directory::MarkClear() {
     marked = env_.Rename(temporary, base_ + "/cleared");
     if (!marked.ok()) (void)env_.Unlink(temporary);
   }
-  const uint64_t latest = ReadClear();
+  const Result<uint64_t> latest = ReadClear();
   const std::lock_guard lock(clear_mutex_);
-  latest_clear_.store(latest);
+  if (latest.ok()) latest_clear_.store(latest.value());
   epoch_.fetch_add(1);
   return marked;
 }
 
+Status Directory::MakeTrash() {
+  const std::string path = base_ + "/trash";
+  if (Status made = env_.MakeDirectories(path); !made.ok()) return made;
+  const Result<FileInfo> there = env_.Stat(path);
+  if (!there.ok() || there.value().is_directory) return there.status();
+  // A link to a directory: nothing is moved out of here.
+  if (Status removed = env_.Unlink(path); !removed.ok()) return removed;
+  return env_.MakeDirectories(path);
+}
+
 Status Directory::MoveBlocksToTrash() {
+  if (const Result<FileInfo> base = env_.Stat(base_); base.ok() && !base.value().is_directory) {
+    return {CS_INVALID, base_ + " is a symbolic link: what is behind it isn't cleared"};
+  }
   // Without a mark, as on a full disk, the clear is of this store's dumps only.
   if (const Status marked = MarkClear(); !marked.ok()) {
     events_.Add(CS_EVENT_WARNING, "clear: other processes aren't told: " + marked.text());
   }
   Status moved;
   for (int tries = 0; tries < kTries; ++tries) {
-    if (Status made = env_.MakeDirectories(base_ + "/trash"); !made.ok()) return made;
+    if (Status made = MakeTrash(); !made.ok() && made.code() != CS_NOT_FOUND) return made;
     moved = env_.Rename(base_ + "/blocks", base_ + "/trash/" + env_.UniqueName());
+    owes_sync_.store(true);
     if (moved.code() != CS_NOT_FOUND) return moved;
     // Which of the two isn't there?
     if (env_.Stat(base_ + "/blocks").status().code() == CS_NOT_FOUND) return Status::Ok();
@@ -232,6 +343,7 @@ Status Directory::MoveBlocksToTrash() {
 }
 
 void Directory::RemoveTrash(const std::function<bool()>& stop) {
+  if (owes_sync_.exchange(false)) (void)env_.SyncDirectory(base_);
   // What is in trash/, not trash/ itself: a clear may be moving blocks there.
   const Result<std::vector<std::string>> cleared = env_.List(base_ + "/trash");
   if (cleared.ok()) {
@@ -277,6 +389,12 @@ Status Directory::RemoveInstance(const std::string& path, const std::function<bo
     if (!removed.ok() && removed.code() != CS_NOT_FOUND) return removed;
   }
   return env_.RemoveTree(path, stop);
+}
+
+Status Directory::RemoveSame(const std::string& path, const FileInfo& info) {
+  const Result<FileInfo> there = env_.Stat(path);
+  if (!there.ok() || !IsSame(there.value(), info)) return Status::Ok();
+  return env_.Unlink(path);
 }
 
 void Directory::Close() {

@@ -20,6 +20,7 @@
 
 #include "base/env.h"
 #include "base/event_ring.h"
+#include "posix/health.h"
 #include "tier/geometry.h"
 
 namespace cachestore {
@@ -41,12 +42,19 @@ class Directory {
   Directory(Env& env, EventRing& events, DirectoryOptions options);
 
   // Makes what is missing and writes the manifest. A directory that can only
-  // be read is no error.
+  // be read is no error, unless this identity has nothing there.
   Status Open();
+  // Tries whether what was found to be wrong is over, and says so to Health; does
+  // what opening and clearing have left to do.
+  void Probe();
+  Health& health() { return health_; }
+  const Health& health() const { return health_; }
+  // The root itself, whatever name it is given by.
+  Result<FileInfo> Place() { return env_.Stat(options_.root + "/."); }
 
   const std::string& root() const { return options_.root; }
   // I/O may use the caller's memory and the caller's thread.
-  bool zero_copy() const { return zero_copy_; }
+  bool zero_copy() const { return zero_copy_.load(std::memory_order_relaxed); }
   // Files are opened with O_DIRECT.
   bool direct() const { return direct_.load(std::memory_order_relaxed); }
   // The filesystem doesn't do O_DIRECT: buffered from now on, said once.
@@ -73,16 +81,24 @@ class Directory {
 
   // Makes all blocks disappear at once; RemoveTrash then frees their space.
   Status MoveBlocksToTrash();
+  // The same once the directory can be used again, and before it is.
+  void OweClear() { owes_clear_.store(true); }
   // Removes cleared blocks and the temporary files of stores that are gone
-  // (their lock is free). `stop` is asked between files.
+  // (their lock is free). `stop` is asked between files. Only then is a clear sure
+  // to outlast a power cut.
   void RemoveTrash(const std::function<bool()>& stop);
+  // Removes a file, unless another one has taken its name.
+  Status RemoveSame(const std::string& path, const FileInfo& info);
   // Removes this store's own temporary directory.
   void Close();
 
  private:
+  Status OpenOnce();  // with open_mutex_ held
+  Status TryWriting();
   Status WriteManifest();
   Status MarkClear();
-  uint64_t ReadClear();
+  Result<uint64_t> ReadClear();
+  Status MakeTrash();
   bool HoldsLock(const std::string& path);  // with mutex_ held
   Status RemoveInstance(const std::string& path, const std::function<bool()>& stop);
 
@@ -92,12 +108,19 @@ class Directory {
   const std::string base_;      // <root>/<identity>
   const std::string instance_;  // our name in tmp/
   const uint64_t seed_;
-  bool zero_copy_ = false;  // set by Open
+  Health health_;
+  std::atomic<bool> zero_copy_{false};  // set by Open, which may come later
   std::atomic<bool> direct_;
+  std::atomic<bool> owes_clear_{false};
+  std::atomic<bool> owes_sync_{false};
+  std::atomic<bool> has_manifest_{false};  // has written it once
   std::atomic<uint64_t> next_temporary_{0};
   std::atomic<uint64_t> epoch_{0};
   std::atomic<uint64_t> latest_clear_{0};  // changed with clear_mutex_ held, and epoch_ with it
   std::mutex clear_mutex_;                 // never held across I/O
+
+  std::mutex open_mutex_;  // held while it is opened
+  bool opened_ = false;    // guarded by open_mutex_
 
   std::mutex mutex_;  // guards the lock file; held while tmp/<instance> is made
   FileCloser lock_;
