@@ -33,7 +33,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             + ", ".join(
                 case.name for case in (*CASES, *CACHE_CASES, *COLD_CASES, *async_load.CASES)
             )
-            + "; trace-<name>-<percent> for each request trace.",
+            + "; trace-<name>-<percent> and trace-<name>-posix-<percent> for each request trace.",
             break_on_hyphens=False,
         ),
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -204,7 +204,7 @@ def _replay(options: argparse.Namespace, plan: Plan) -> list[traces.Result]:
     if not chosen:
         return []
     try:
-        results = traces.run(chosen, _say, quick=options.quick)
+        results = traces.run(chosen, _say, quick=options.quick, shm=options.shm_dir)
     except CompilerMissing as error:
         _say(f"request traces: skipped: {error}")
         return []

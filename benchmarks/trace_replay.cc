@@ -1,35 +1,51 @@
-// Replays a request trace through the real cache tier: how often the replacement
-// finds a block. The pages are 64 bytes, in slots of 4096; below the tier is one
-// that stores nothing, so that every hit is the cache's own. Beside it: plain
-// LRU, simulated in a few lines, over the same blocks.
+// Replays a request trace through a real tier: how often its replacement finds a
+// block. Beside it: plain LRU, simulated in a few lines, over the same blocks.
 //
-//   trace_replay TRACE.jsonl SHARE...
+//   trace_replay cache TRACE.jsonl SHARE...
+//   trace_replay posix=DIR TRACE.jsonl SHARE...
+//   trace_replay posix-watermarks=DIR TRACE.jsonl SHARE...
+//
+// cache: pages of 64 bytes, in slots of 4096; below the tier is one that stores
+// nothing, so that every hit is the cache's own.
+// posix: files of 8 KiB below DIR. What is kept after each request is exactly the
+// capacity. With watermarks, it is kept between the default ones, and what
+// doesn't fit when it comes isn't stored.
 //
 // For each share, a capacity as a part of the trace's distinct blocks, one line
 // of JSON. A block counts as a hit when it and all before it in its request are
 // cached; the request then loads those and dumps the rest, as SGLang does, in
 // batches of 128 of which each names the block before it.
+#include <stdlib.h>
+
 #include <algorithm>
+#include <chrono>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
 #include <list>
 #include <memory>
 #include <string>
+#include <thread>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
 #include <vector>
 
 #include "cache/cache_tier.h"
+#include "posix/posix_tier.h"
 
 namespace cachestore {
 namespace {
 
 constexpr size_t kBatch = 128;
-constexpr uint64_t kPage = 64;
+constexpr uint64_t kPage = 64;        // of the cache
+constexpr uint64_t kFilePage = 4096;  // of files
+constexpr uint64_t kFileSize = 8192;  // with the record
+
+constexpr int kNoRoom = 3;  // the exit status
 
 using Trace = std::vector<std::vector<uint64_t>>;
 
@@ -125,9 +141,33 @@ std::unique_ptr<Tier> OpenCache(uint64_t slots) {
   Die("no capacity gives " + std::to_string(slots) + " slots");
 }
 
+// Where the uses are written and the surplus is evicted at once.
+std::unique_ptr<Tier> OpenPosix(const std::string& directory, uint64_t blocks, bool watermarks) {
+  PosixOptions options;
+  options.roots = {directory};
+  options.identity_name = "replay";
+  options.manifest = "{}";
+  options.geometry = {{kFilePage}, kFilePage, kFilePage};
+  options.load_workers = 2;
+  options.dump_workers = 2;
+  options.queue_depth = kBatch;
+  options.use_interval = std::chrono::milliseconds(1);
+  options.capacities = {blocks * kFileSize};
+  if (!watermarks) {
+    // Room for what a request brings, and after it half of that is kept.
+    options.capacities = {2 * blocks * kFileSize};
+    options.high_watermark_percent = options.low_watermark_percent = 50;
+  }
+  Result<std::unique_ptr<Tier>> tier =
+      PosixTier::Open(Env::Real(), std::make_shared<EventRing>(), std::move(options));
+  if (!tier.ok()) Die(tier.status().text());
+  return std::move(tier.value());
+}
+
 class Replay {
  public:
-  explicit Replay(uint64_t slots) : tier_(OpenCache(slots)) {}
+  // `most`: bytes that may be in use after a request; 0: there are no files.
+  Replay(std::unique_ptr<Tier> tier, uint64_t most) : tier_(std::move(tier)), most_(most) {}
   ~Replay() {
     tier_->Stop();
     tier_->Close();
@@ -137,7 +177,8 @@ class Replay {
     std::vector<BlockId> blocks;
     for (const uint64_t number : numbers) blocks.push_back(IdOf(number));
     const size_t hits = tier_->LookupPrefix(blocks);
-    if (Run(blocks, 0, hits, &Tier::Load) != hits) Die("a block that was there isn't");
+    const size_t loaded = Run(blocks, 0, hits, &Tier::Load);
+    if (loaded != hits) Die("a block that was there isn't");
     (void)Run(blocks, hits, blocks.size(), &Tier::Dump);
     return hits;
   }
@@ -166,21 +207,40 @@ class Replay {
     return ok;
   }
 
-  // Until the use of a request's blocks is counted, too: it comes last.
+  // Until the use of a request's blocks is counted, too: it comes last. And until
+  // what is too much is gone.
   void WaitIdle() const {
-    for (;;) {
+    for (;; std::this_thread::sleep_for(std::chrono::microseconds(most_ > 0 ? 100 : 0))) {
       cs_stats stats = {};
       tier_->AddStats(stats);
       if (stats.cache_load_queued + stats.cache_load_running + stats.cache_dump_queued +
-              stats.cache_dump_running ==
-          0) {
+                  stats.cache_dump_running + stats.posix_uses_pending ==
+              0 &&
+          stats.posix_used_bytes <= most_) {
         return;
       }
     }
   }
 
   const std::unique_ptr<Tier> tier_;
-  alignas(64) uint8_t page_[kPage] = {};
+  const uint64_t most_;
+  alignas(64) uint8_t page_[kFilePage] = {};
+};
+
+// A directory of one replay, below another.
+class ReplayDirectory {
+ public:
+  explicit ReplayDirectory(const std::string& below) : path_(below + "/replay-XXXXXX") {
+    if (mkdtemp(path_.data()) == nullptr) Die("can't make a directory in " + below);
+  }
+  ~ReplayDirectory() {
+    std::error_code ignored;
+    std::filesystem::remove_all(path_, ignored);
+  }
+  const std::string& path() const { return path_; }
+
+ private:
+  std::string path_;
 };
 
 // Plain LRU; a request uses its blocks from the last to the first.
@@ -221,16 +281,35 @@ double HitRate(const Trace& trace, Cache cache) {
   return blocks == 0 ? 0 : static_cast<double>(hits) / static_cast<double>(blocks);
 }
 
+double RateOfTier(const Trace& trace, const std::string& tier, uint64_t slots) {
+  if (tier == "cache") return HitRate(trace, std::make_unique<Replay>(OpenCache(slots), 0));
+  const bool watermarks = tier.starts_with("posix-watermarks=");
+  if (!watermarks && !tier.starts_with("posix=")) Die(tier + ": no such tier");
+  const ReplayDirectory directory(tier.substr(tier.find('=') + 1));
+  const uint64_t bytes = slots * kFileSize;
+  const Result<SpaceInfo> space = Env::Real().Space(directory.path());
+  // With what a request brings, and the directories.
+  if (!space.ok() || space.value().available < bytes + bytes / 2 + (uint64_t{64} << 20)) {
+    std::fprintf(stderr, "%llu MiB don't fit there\n",
+                 static_cast<unsigned long long>((bytes + bytes / 2 + (64 << 20)) >> 20));
+    std::exit(kNoRoom);
+  }
+  const uint64_t most = watermarks ? bytes / 100 * 97 : bytes;
+  return HitRate(trace,
+                 std::make_unique<Replay>(OpenPosix(directory.path(), slots, watermarks), most));
+}
+
 }  // namespace
 }  // namespace cachestore
 
 int main(int argc, char** argv) {
   using namespace cachestore;
-  if (argc < 3) Die("usage: trace_replay TRACE.jsonl SHARE...");
-  const Trace trace = Read(argv[1]);
+  if (argc < 4) Die("usage: trace_replay cache|posix=DIR TRACE.jsonl SHARE...");
+  const std::string tier = argv[1];
+  const Trace trace = Read(argv[2]);
   std::unordered_set<uint64_t> distinct;
   for (const auto& request : trace) distinct.insert(request.begin(), request.end());
-  for (int i = 2; i < argc; ++i) {
+  for (int i = 3; i < argc; ++i) {
     const double share = std::strtod(argv[i], nullptr);
     if (!(share > 0 && share <= 1)) Die(std::string(argv[i]) + ": a share is above 0, at most 1");
     const uint64_t slots =
@@ -239,8 +318,7 @@ int main(int argc, char** argv) {
         "{\"share\": %g, \"slots\": %llu, \"blocks\": %zu, \"cachestore\": %.4f, "
         "\"lru\": %.4f}\n",
         share, static_cast<unsigned long long>(slots), distinct.size(),
-        HitRate(trace, std::make_unique<Replay>(slots)),
-        HitRate(trace, std::make_unique<Lru>(slots)));
+        RateOfTier(trace, tier, slots), HitRate(trace, std::make_unique<Lru>(slots)));
     std::fflush(stdout);
   }
   return 0;

@@ -273,7 +273,7 @@ def test_replay_becomes_rows_and_a_table(tmp_path, monkeypatch):
     def replay(sources, program):
         rates = '"slots": 4, "cachestore": 0.0779, "lru": 0.0778'
         worse = '"slots": 9, "cachestore": 0.1999, "lru": 0.2'
-        script = f"#!/bin/sh\nshift\necho '{{{rates}}}'\necho '{{{worse}}}'\n"
+        script = f"#!/bin/sh\necho '{{{rates}}}'\necho '{{{worse}}}'\n"
         Path(program).write_text(script)
         Path(program).chmod(0o700)
 
@@ -285,8 +285,8 @@ def test_replay_becomes_rows_and_a_table(tmp_path, monkeypatch):
         ("trace-talk-2", "lru", "hit_rate", "hits/block", 0.0778, 0.0778, 0.0778),
     ]
     lines = traces.table(results).splitlines()
-    assert lines[2].split() == ["talk", "2%", "4", "0.0779", "0.0778", "met"]
-    assert lines[3].split() == ["talk", "5%", "9", "0.1999", "0.2000", "NOT", "met"]
+    assert lines[2].split() == ["talk", "cache", "2%", "4", "0.0779", "0.0778", "met"]
+    assert lines[3].split() == ["talk", "cache", "5%", "9", "0.1999", "0.2000", "NOT", "met"]
 
 
 @pytest.mark.soak
@@ -296,10 +296,29 @@ def test_replay_for_real(tmp_path):
     path = tmp_path / "twice_trace.jsonl"
     request = json.dumps({"hash_ids": list(range(10))}) + "\n"
     path.write_text(2 * request + json.dumps({"hash_ids": list(range(10, 200))}) + "\n")
-    results = traces.run(traces.cases([path])[-1:], print, quick=False)
-    assert [(each.slots, each.cachestore, each.lru) for each in results] == [
-        (40, round(10 / 210, 4), round(10 / 210, 4))
-    ]
+    chosen = cases.select(["trace-twice-20", "trace-twice-posix-20"], traces.cases([path]))
+    results = traces.run(chosen, print, quick=False)
+    expected = (40, round(10 / 210, 4), round(10 / 210, 4))
+    assert [(each.slots, each.cachestore, each.lru) for each in results] == 2 * [expected]
+
+
+def test_no_room_for_the_replays_files_is_said(tmp_path, monkeypatch):
+    """What was replayed before it is kept."""
+    path = tmp_path / "talk_trace.jsonl"
+    path.write_text('{"hash_ids": [1, 2]}\n')
+
+    def replay(sources, program):
+        line = '{"slots": 4, "cachestore": 0.5, "lru": 0.5}'
+        script = f"#!/bin/sh\necho '{line}'\ncase $1 in posix*) echo full >&2; exit 3; esac\n"
+        Path(program).write_text(script)
+        Path(program).chmod(0o700)
+
+    monkeypatch.setattr(compiled, "program", replay)
+    chosen = cases.select(["trace-talk-posix-[25]"], traces.cases([path]))
+    said = []
+    results = traces.run(chosen, said.append, quick=False, shm=str(tmp_path))
+    assert [each.case.name for each in results] == ["trace-talk-posix-2"]
+    assert f"request traces: posix: skipped the rest: {tmp_path}: full" in said
 
 
 def test_without_traces_it_says_how_to_give_them(tmp_path, monkeypatch, capsys):
