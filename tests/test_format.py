@@ -3,13 +3,11 @@
 import struct
 from pathlib import Path
 
-import pytest
+from crc32c import crc32c
 
 from cachestore_connector.errors import Code
 from cachestore_connector.store import Store
 from pages_of_bytes import Memory, block_ids
-
-crc32c = pytest.importorskip("crc32c", reason="the PyPI package crc32c isn't installed").crc32c
 
 
 def test_every_byte_is_where_the_page_says(options):
@@ -26,9 +24,10 @@ def test_every_byte_is_where_the_page_says(options):
     assert file[:137] == payload
     assert file[137:4096] == bytes(3959)
     record = file[4096:]
+    boot = bytes.fromhex(Path("/proc/sys/kernel/random/boot_id").read_text().replace("-", ""))
     expected = struct.pack(
-        "<8sII32s16sQQIIIIQQII",
-        b"CSBLOCK1", 1, 4096, bytes(range(32)), ids, 137, 4096, 1, 2, 1, 0, 100, 37,
+        "<8sII32s16s16sQQIIIIQQII",
+        b"CSBLOCK1", 2, 4096, bytes(range(32)), ids, boot, 137, 4096, 1, 2, 1, 0, 100, 37,
         crc32c(payload[:100]), crc32c(payload[100:] + bytes(3959)),
     )  # fmt: skip
     assert record[: len(expected)] == expected

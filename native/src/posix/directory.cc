@@ -3,8 +3,11 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <cstdio>
 #include <cstring>
 #include <utility>
+
+#include "posix/direct_io.h"
 
 namespace cachestore {
 namespace {
@@ -74,7 +77,7 @@ Directory::Directory(Env& env, EventRing& events, DirectoryOptions options)
       instance_(env.UniqueName()),
       seed_(Hash(options_.root)),
       health_(events, options_.root),
-      direct_(options_.direct) {}
+      direct_(options_.direct != CS_DIRECT_OFF) {}
 
 Status Directory::Open() {
   const std::lock_guard lock(open_mutex_);
@@ -114,8 +117,24 @@ Status Directory::OpenOnce() {
     if (SaysReadOnly(written) && health_.use() == Health::Use::kFull) {
       health_.StartAs(Health::Use::kReadOnly, written);
     }
+    return Status::Ok();
   }
-  return Status::Ok();
+
+  return direct() ? CheckDirect(type.value()) : Status::Ok();
+}
+
+// Where it can't be tried, as on a full disk, the first transfer tells.
+Status Directory::CheckDirect(uint64_t filesystem_type) {
+  const Status tried = TryDirect(env_, NewTemporaryPath());
+  if (tried.code() != CS_INVALID) return Status::Ok();
+  if (!requires_direct()) {
+    DisableDirect(tried);
+    return Status::Ok();
+  }
+  char type[20];
+  std::snprintf(type, sizeof type, "0x%llx", static_cast<unsigned long long>(filesystem_type));
+  return {CS_INVALID, "io_direct is required, and the filesystem of " + options_.root + " (type " +
+                          type + ") doesn't support O_DIRECT: " + tried.text()};
 }
 
 void Directory::Probe() {
@@ -166,10 +185,11 @@ Status Directory::TryWriting() {
   return status.ok() ? removed : status;
 }
 
-void Directory::DisableDirect() {
+void Directory::DisableDirect(const Status& why) {
   if (direct_.exchange(false)) {
     events_.Add(CS_EVENT_WARNING, "the filesystem of " + options_.root +
-                                      " doesn't support O_DIRECT: io_direct is off for it");
+                                      " doesn't support O_DIRECT: io_direct is off for it (" +
+                                      why.text() + ")");
   }
 }
 

@@ -33,7 +33,7 @@ struct DirectoryOptions {
   std::string root;  // absolute, no trailing slash
   std::string identity_name;
   std::string manifest;
-  bool direct = false;
+  cs_direct direct = CS_DIRECT_OFF;
   cs_zero_copy zero_copy = CS_ZERO_COPY_AUTO;
 };
 
@@ -42,7 +42,8 @@ class Directory {
   Directory(Env& env, EventRing& events, DirectoryOptions options);
 
   // Makes what is missing and writes the manifest. A directory that can only
-  // be read is no error, unless this identity has nothing there.
+  // be read is no error, unless this identity has nothing there. One that can't do
+  // O_DIRECT is one where that is required.
   Status Open();
   // Tries whether what was found to be wrong is over, and says so to Health; does
   // what opening and clearing have left to do.
@@ -57,8 +58,10 @@ class Directory {
   bool zero_copy() const { return zero_copy_.load(std::memory_order_relaxed); }
   // Files are opened with O_DIRECT.
   bool direct() const { return direct_.load(std::memory_order_relaxed); }
+  // An error is better than I/O without.
+  bool requires_direct() const { return options_.direct == CS_DIRECT_REQUIRED; }
   // The filesystem doesn't do O_DIRECT: buffered from now on, said once.
-  void DisableDirect();
+  void DisableDirect(const Status& why);
   // How much this directory wants a block: the highest wins (rendezvous
   // hashing), so that adding a directory moves only what it gets.
   uint64_t Score(const BlockId& block) const;
@@ -95,6 +98,7 @@ class Directory {
  private:
   Status OpenOnce();  // with open_mutex_ held
   Status TryWriting();
+  Status CheckDirect(uint64_t filesystem_type);
   Status WriteManifest();
   Status MarkClear();
   Result<uint64_t> ReadClear();

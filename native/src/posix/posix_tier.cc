@@ -50,10 +50,10 @@ Result<std::vector<std::unique_ptr<Directory>>> OpenDirectories(
   const auto opening = std::make_shared<Opening>();
   opening->events = events;
   for (const std::string& root : options.roots) {
-    opening->directories.push_back(std::make_unique<Directory>(
-        env, *events,
-        DirectoryOptions{root, options.identity_name, options.manifest,
-                         options.direct != CS_DIRECT_OFF, options.zero_copy}));
+    opening->directories.push_back(
+        std::make_unique<Directory>(env, *events,
+                                    DirectoryOptions{root, options.identity_name, options.manifest,
+                                                     options.direct, options.zero_copy}));
   }
   const bool done = RunWithin(options.timeout, "cs-open", [opening] {
     for (const auto& directory : opening->directories) {
@@ -148,14 +148,16 @@ struct PosixTier::Core {
 
 Result<std::unique_ptr<Tier>> PosixTier::Open(Env& env, std::shared_ptr<EventRing> events,
                                               PosixOptions options) {
-  Result<RecordFormat> format = RecordFormat::Make(options.geometry, options.fingerprint);
+  Result<RecordFormat> format =
+      RecordFormat::Make(options.geometry, options.fingerprint, ReadBootId(env));
   if (!format.ok()) return format.status();
   auto core = std::make_shared<Core>(std::move(events), options.queue_depth);
   Result<std::vector<std::unique_ptr<Directory>>> directories =
       OpenDirectories(env, core->events, options);
   if (!directories.ok()) return directories.status();
-  core->io = std::make_unique<ShardIo>(env, *core->events, options.geometry,
-                                       std::move(format.value()), std::move(directories.value()));
+  core->io =
+      std::make_unique<ShardIo>(env, *core->events, options.geometry, std::move(format.value()),
+                                options.verify, std::move(directories.value()));
   core->KeepUses(env, options);
   return std::unique_ptr<Tier>(new PosixTier(std::move(core), options));
 }
@@ -382,6 +384,7 @@ void PosixTier::AddStats(cs_stats& stats) const {
   stats.lookup_hits += Value(core_->lookup_hits);
   core_->load.AddLoadStats(stats, payload);
   core_->dump.AddDumpStats(stats, core_->io->existing(), payload);
+  stats.verify_skipped += core_->io->verify_skipped();
   stats.posix_uses_pending += core_->uses->pending();
   stats.posix_uses_dropped += core_->uses->dropped();
   stats.stuck_workers +=

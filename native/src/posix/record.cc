@@ -10,15 +10,17 @@ namespace cachestore {
 namespace {
 
 constexpr char kMagic[] = "CSBLOCK1";  // 8 bytes and an unused 0
-constexpr uint32_t kVersion = 1;
+constexpr uint32_t kVersion = 2;
 constexpr uint32_t kChecksumKindCrc32c = 1;
 
 // Offsets; all numbers are little-endian.
 constexpr uint64_t kVersionAt = 8;
+constexpr uint64_t kRecordSizeAt = 12;
 constexpr uint64_t kFingerprintAt = 16;
 constexpr uint64_t kBlockIdAt = 48;
-constexpr uint64_t kGeometryAt = 64;
-constexpr uint64_t kTensorSizesAt = 96;
+constexpr uint64_t kBootIdAt = 64;
+constexpr uint64_t kGeometryAt = 80;
+constexpr uint64_t kTensorSizesAt = 112;
 constexpr uint64_t kRecordChecksumAt = kRecordSize - 4;
 
 template <typename Number>
@@ -38,8 +40,10 @@ uint32_t Get32(const uint8_t* at) {
 
 }  // namespace
 
-Result<RecordFormat> RecordFormat::Make(const Geometry& geometry, const Fingerprint& fingerprint) {
+Result<RecordFormat> RecordFormat::Make(const Geometry& geometry, const Fingerprint& fingerprint,
+                                        const BootId& boot) {
   RecordFormat format;
+  format.boot_ = boot;
   const uint64_t tensors = geometry.tensor_sizes.size();
   format.checksum_count_ = geometry.shards() * tensors;
   const uint64_t needed = kTensorSizesAt + 8 * tensors + 4 * format.checksum_count_;
@@ -53,7 +57,8 @@ Result<RecordFormat> RecordFormat::Make(const Geometry& geometry, const Fingerpr
   Put(head, kVersion);
   Put(head, static_cast<uint32_t>(kRecordSize));
   head.insert(head.end(), fingerprint.begin(), fingerprint.end());
-  head.resize(kGeometryAt);  // the block id's place
+  head.resize(kBootIdAt);  // the block id's place
+  head.insert(head.end(), boot.begin(), boot.end());
   Put(head, geometry.payload() * geometry.shards());
   Put(head, AlignUp(geometry.shard_size));
   Put(head, static_cast<uint32_t>(geometry.shards()));
@@ -86,6 +91,7 @@ Status RecordFormat::Check(const BlockId& block, const uint8_t* record) const {
     return {CS_CORRUPT,
             "format version " + std::to_string(version) + ", not " + std::to_string(kVersion)};
   }
+  if (Get32(record + kRecordSizeAt) != kRecordSize) return {CS_CORRUPT, "other sizes"};
   if (std::memcmp(record + kFingerprintAt, head_.data() + kFingerprintAt, 32) != 0) {
     return {CS_CORRUPT, "another identity"};
   }
@@ -97,6 +103,10 @@ Status RecordFormat::Check(const BlockId& block, const uint8_t* record) const {
     return {CS_CORRUPT, "other sizes"};
   }
   return Status::Ok();
+}
+
+bool RecordFormat::WrittenInThisBoot(const uint8_t* record) const {
+  return boot_ != BootId{} && std::memcmp(record + kBootIdAt, boot_.data(), boot_.size()) == 0;
 }
 
 uint32_t RecordFormat::checksum(const uint8_t* record, uint64_t index) const {

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "base/status.h"
+#include "posix/boot_id.h"
 #include "tier/geometry.h"
 
 namespace cachestore {
@@ -21,7 +22,9 @@ using Fingerprint = std::array<uint8_t, 32>;
 class RecordFormat {
  public:
   // CS_INVALID if the geometry has more tensors than a record can hold.
-  static Result<RecordFormat> Make(const Geometry& geometry, const Fingerprint& fingerprint);
+  // `boot`: goes into what is written.
+  static Result<RecordFormat> Make(const Geometry& geometry, const Fingerprint& fingerprint,
+                                   const BootId& boot);
 
   // `checksums`: one a tensor, shard after shard; that of a shard's last
   // tensor goes on over the shard's padding.
@@ -31,12 +34,16 @@ class RecordFormat {
   // identity, block and geometry.
   Status Check(const BlockId& block, const uint8_t* record) const;
 
+  // Of a record that passed Check: whether this boot of this host has written
+  // it. False if that isn't known.
+  bool WrittenInThisBoot(const uint8_t* record) const;
   // Of a record that passed Check. `index` counts tensors, shard after shard.
   uint32_t checksum(const uint8_t* record, uint64_t index) const;
 
  private:
   // Everything before the checksums, but for the block id.
   std::vector<uint8_t> head_;
+  BootId boot_{};
   uint64_t checksum_count_ = 0;
 };
 

@@ -15,6 +15,13 @@ void SetOnce(std::atomic<Code>& code, Code value) {
   code.compare_exchange_strong(none, value, std::memory_order_relaxed);
 }
 
+// What the caller is told: it isn't its argument that is wrong, nor a block that
+// isn't there.
+Code FailureOf(const Status& written) {
+  const Code code = written.code();
+  return code == CS_NOT_FOUND || code == CS_INVALID ? CS_IO : code;
+}
+
 }  // namespace
 
 void ShardIo::Dump(Request& request, size_t shard, WorkerPool::Scratch& scratch) {
@@ -71,13 +78,27 @@ void ShardIo::WriteShard(Request& request, size_t shard, Directory& directory, B
                     how.zero_copy ? small + kRecordSize : large + payload_,
                     how.zero_copy ? small : large + stride_};
   std::memset(transfer.padding, 0, stride_ - payload_);
-  const Status written = Write(transfer, block);
+  const Status written = WriteDirectIfPossible(directory, how.direct, [&](bool direct) {
+    transfer.direct = direct;
+    return Write(transfer, block);
+  });
   if (written.ok()) return;
-  SetOnce(block.failure, written.code() == CS_NOT_FOUND ? CS_IO : written.code());
+  SetOnce(block.failure, FailureOf(written));
   events_.Add(CS_EVENT_WARNING, "dump to " + block.temporary + ": " + written.text());
 }
 
-Status ShardIo::Write(Transfer& transfer, BlockWrite& block) {
+// `write` gets whether to use O_DIRECT, and is called again without where that
+// is refused, as some filesystems do no sooner than at a write.
+template <typename Attempt>
+Status ShardIo::WriteDirectIfPossible(Directory& directory, bool direct, Attempt write) {
+  const Status written = write(direct);
+  if (written.code() != CS_INVALID || !direct || directory.requires_direct()) return written;
+  const Status buffered = write(false);
+  if (buffered.ok()) directory.DisableDirect(written);
+  return buffered;
+}
+
+Status ShardIo::Write(const Transfer& transfer, BlockWrite& block) {
   Result<FileCloser> file = OpenTemporary(transfer.directory, block, transfer.direct);
   if (!file.ok()) return file.status();
   const size_t tensors = transfer.tensors.size();
@@ -102,14 +123,8 @@ Status ShardIo::Write(Transfer& transfer, BlockWrite& block) {
   return file.value().Close();
 }
 
-// `direct` is put out where the filesystem doesn't do it.
-Result<FileCloser> ShardIo::OpenTemporary(Directory& directory, BlockWrite& block, bool& direct) {
+Result<FileCloser> ShardIo::OpenTemporary(Directory& directory, BlockWrite& block, bool direct) {
   Result<Fd> opened = env_.OpenWrite(block.temporary, direct);
-  if (!opened.ok() && direct && opened.status().code() == CS_INVALID) {
-    directory.DisableDirect();
-    direct = false;
-    opened = env_.OpenWrite(block.temporary, direct);
-  }
   if (!opened.ok() && opened.status().code() == CS_NOT_FOUND) {
     if (Status made = directory.MakeTemporaryDirectory(); !made.ok()) return made;
     opened = env_.OpenWrite(block.temporary, direct);
@@ -176,16 +191,15 @@ void ShardIo::WriteRecord(const BlockId& id, Directory& directory, BlockWrite& b
   uint8_t* const record = scratch.small.Get(kRecordSize + kAlignment);
   if (record == nullptr) return SetOnce(block.failure, CS_NO_MEMORY);
   format_.Encode(id, block.checksums, record);
-  const Status written = [&] {
-    bool direct = directory.direct();
+  const Status written = WriteDirectIfPossible(directory, directory.direct(), [&](bool direct) {
     Result<FileCloser> file = OpenTemporary(directory, block, direct);
     if (!file.ok()) return file.status();
     iovec part{record, kRecordSize};
     const Status done = env_.WriteFull(file.value().get(), {&part, 1}, file_size_ - kRecordSize);
     return done.ok() ? file.value().Close() : done;
-  }();
+  });
   if (written.ok()) return;
-  SetOnce(block.failure, written.code() == CS_NOT_FOUND ? CS_IO : written.code());
+  SetOnce(block.failure, FailureOf(written));
   events_.Add(CS_EVENT_WARNING, "dump to " + block.temporary + ": " + written.text());
 }
 

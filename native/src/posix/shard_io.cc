@@ -28,11 +28,12 @@ struct BlockIdHash {
 }  // namespace
 
 ShardIo::ShardIo(Env& env, EventRing& events, Geometry geometry, RecordFormat format,
-                 std::vector<std::unique_ptr<Directory>> directories)
+                 cs_verify verify, std::vector<std::unique_ptr<Directory>> directories)
     : env_(env),
       events_(events),
       geometry_(std::move(geometry)),
       format_(std::move(format)),
+      verify_(verify),
       payload_(geometry_.payload()),
       stride_(AlignUp(geometry_.shard_size)),
       file_size_(geometry_.shards() * stride_ + kRecordSize),

@@ -45,7 +45,7 @@ struct BlockWrites {
 
 class ShardIo {
  public:
-  ShardIo(Env& env, EventRing& events, Geometry geometry, RecordFormat format,
+  ShardIo(Env& env, EventRing& events, Geometry geometry, RecordFormat format, cs_verify verify,
           std::vector<std::unique_ptr<Directory>> directories);
 
   const Geometry& geometry() const { return geometry_; }
@@ -64,6 +64,8 @@ class ShardIo {
   // For a dump's job that will never run: its block fails with `code`. No I/O.
   void DropDump(Request& request, size_t shard, Code code);
 
+  // Shards whose bytes a load took unchecked.
+  uint64_t verify_skipped() const { return verify_skipped_.load(std::memory_order_relaxed); }
   // Shards that a dump found stored already.
   uint64_t existing() const { return existing_.load(std::memory_order_relaxed); }
 
@@ -75,14 +77,26 @@ class ShardIo {
     bool zero_copy;  // no buffer of ours between
   };
 
+  // How an attempt to read ended, and what it found.
+  struct Outcome {
+    Status status;
+    FileInfo file = {};
+  };
+
+  bool MustVerify();
   Code ReadAndCheck(Transfer& transfer);
+  Outcome TryRead(Transfer& transfer, const std::string& path);
+  Status ReadChecked(Transfer& transfer, Fd file, const FileInfo& info);
+  Status Read(Fd file, const Piece& piece);
   std::vector<Piece> Pieces(const Transfer& transfer, bool with_record) const;
   void SetAside(const std::string& path, const FileInfo& info, const std::string& why);
 
   void WriteShard(Request& request, size_t shard, Directory& directory, BlockWrite& block, How how,
                   WorkerPool::Scratch& scratch);
-  Status Write(Transfer& transfer, BlockWrite& block);
-  Result<FileCloser> OpenTemporary(Directory& directory, BlockWrite& block, bool& direct);
+  template <typename Attempt>
+  Status WriteDirectIfPossible(Directory& directory, bool direct, Attempt write);
+  Status Write(const Transfer& transfer, BlockWrite& block);
+  Result<FileCloser> OpenTemporary(Directory& directory, BlockWrite& block, bool direct);
   void EndBlock(Request& request, size_t shard, Directory& directory, BlockWrite& block,
                 WorkerPool::Scratch& scratch);
   void WriteRecord(const BlockId& id, Directory& directory, BlockWrite& block,
@@ -96,11 +110,14 @@ class ShardIo {
   EventRing& events_;
   const Geometry geometry_;
   const RecordFormat format_;
+  const cs_verify verify_;
   const uint64_t payload_;  // of a shard
   const uint64_t stride_;   // from one shard to the next in a file
   const uint64_t file_size_;
   const std::vector<std::unique_ptr<Directory>> directories_;
   std::atomic<uint64_t> existing_{0};
+  std::atomic<uint64_t> sampled_{0};  // loads under CS_VERIFY_SAMPLE
+  std::atomic<uint64_t> verify_skipped_{0};
 };
 
 }  // namespace cachestore

@@ -18,8 +18,15 @@ Fingerprint Of(uint8_t byte) {
   return fingerprint;
 }
 
-RecordFormat Format(const Geometry& geometry = TwoShards(), uint8_t fingerprint = 1) {
-  Result<RecordFormat> format = RecordFormat::Make(geometry, Of(fingerprint));
+BootId Boot(uint8_t byte) {
+  BootId boot;
+  boot.fill(byte);
+  return boot;
+}
+
+RecordFormat Format(const Geometry& geometry = TwoShards(), uint8_t fingerprint = 1,
+                    uint8_t boot = 7) {
+  Result<RecordFormat> format = RecordFormat::Make(geometry, Of(fingerprint), Boot(boot));
   EXPECT_OK(format);
   return format.value();
 }
@@ -58,21 +65,22 @@ TEST(Record, PassesItsOwnCheck) {
 TEST(Record, FieldsAreWhereTheFormatSays) {
   const std::vector<uint8_t> record = Encoded(Format(), IdOf(1));
   EXPECT_EQ(std::memcmp(record.data(), "CSBLOCK1", 8), 0);
-  EXPECT_EQ(Number(record, 8, 4), 1u);      // version
+  EXPECT_EQ(Number(record, 8, 4), 2u);      // version
   EXPECT_EQ(Number(record, 12, 4), 4096u);  // record size
   for (size_t i = 16; i < 48; ++i) EXPECT_EQ(record[i], 1);
   EXPECT_EQ(std::memcmp(record.data() + 48, IdOf(1).data(), 16), 0);
-  EXPECT_EQ(Number(record, 64, 8), 274u);   // payload of the block
-  EXPECT_EQ(Number(record, 72, 8), 4096u);  // from shard to shard
-  EXPECT_EQ(Number(record, 80, 4), 2u);     // shards
-  EXPECT_EQ(Number(record, 84, 4), 2u);     // tensors
-  EXPECT_EQ(Number(record, 88, 4), 1u);     // CRC-32C
-  EXPECT_EQ(Number(record, 92, 4), 0u);
-  EXPECT_EQ(Number(record, 96, 8), 100u);
-  EXPECT_EQ(Number(record, 104, 8), 37u);
-  EXPECT_EQ(Number(record, 112, 4), 0x11121314u);
-  EXPECT_EQ(Number(record, 124, 4), 0x41424344u);
-  for (size_t i = 128; i < 4092; ++i) EXPECT_EQ(record[i], 0);
+  for (size_t i = 64; i < 80; ++i) EXPECT_EQ(record[i], 7);  // the writer's boot
+  EXPECT_EQ(Number(record, 80, 8), 274u);                    // payload of the block
+  EXPECT_EQ(Number(record, 88, 8), 4096u);                   // from shard to shard
+  EXPECT_EQ(Number(record, 96, 4), 2u);                      // shards
+  EXPECT_EQ(Number(record, 100, 4), 2u);                     // tensors
+  EXPECT_EQ(Number(record, 104, 4), 1u);                     // CRC-32C
+  EXPECT_EQ(Number(record, 108, 4), 0u);
+  EXPECT_EQ(Number(record, 112, 8), 100u);
+  EXPECT_EQ(Number(record, 120, 8), 37u);
+  EXPECT_EQ(Number(record, 128, 4), 0x11121314u);
+  EXPECT_EQ(Number(record, 140, 4), 0x41424344u);
+  for (size_t i = 144; i < 4092; ++i) EXPECT_EQ(record[i], 0);
   EXPECT_EQ(Number(record, 4092, 4), Crc32c(0, record.data(), 4092));
 }
 
@@ -95,16 +103,38 @@ TEST(Record, EmptyBytesAreCorrupt) {
   EXPECT_EQ(Format().Check(IdOf(1), zeros.data()).code(), CS_CORRUPT);
 }
 
-// A record of a later version is no damage to be read past, however whole.
+// A record of an earlier or a later version is no damage to be read past,
+// however whole.
 TEST(Record, AnotherVersionIsRefusedBehindARightChecksum) {
   const RecordFormat format = Format();
-  for (const uint8_t version : {0, 2, 255}) {
+  for (const uint8_t version : {0, 1, 3, 255}) {
     std::vector<uint8_t> record = Encoded(format, IdOf(1));
     record[8] = version;
     Seal(record);
     const Status status = format.Check(IdOf(1), record.data());
     EXPECT_EQ(status.code(), CS_CORRUPT);
-    EXPECT_EQ(status.text(), "format version " + std::to_string(version) + ", not 1");
+    EXPECT_EQ(status.text(), "format version " + std::to_string(version) + ", not 2");
+  }
+}
+
+// Whoever wrote it, it is a record; and zeros are no boot, not even one's own.
+TEST(Record, SaysWhetherThisBootHasWrittenIt) {
+  const std::vector<uint8_t> ours = Encoded(Format(), IdOf(1));
+  const std::vector<uint8_t> others = Encoded(Format(TwoShards(), 1, 8), IdOf(1));
+  const std::vector<uint8_t> nobodys = Encoded(Format(TwoShards(), 1, 0), IdOf(1));
+  for (const auto& record : {ours, others, nobodys}) {
+    EXPECT_OK(Format().Check(IdOf(1), record.data()));
+    EXPECT_OK(Format(TwoShards(), 1, 0).Check(IdOf(1), record.data()));
+    EXPECT_FALSE(Format(TwoShards(), 1, 0).WrittenInThisBoot(record.data()));
+  }
+  EXPECT_TRUE(Format().WrittenInThisBoot(ours.data()));
+  EXPECT_FALSE(Format().WrittenInThisBoot(others.data()));
+  EXPECT_FALSE(Format().WrittenInThisBoot(nobodys.data()));
+  // Every byte of it counts.
+  for (size_t i = 64; i < 80; ++i) {
+    std::vector<uint8_t> record = ours;
+    record[i] ^= 1;
+    EXPECT_FALSE(Format().WrittenInThisBoot(record.data()));
   }
 }
 
@@ -126,22 +156,22 @@ TEST(Record, OtherIdentitiesBlocksAndSizesAreRefused) {
 
 // c_api.h promises 320 tensors over all shards of a block.
 TEST(Record, HoldsWhatItPromisesAndRefusesMore) {
-  EXPECT_OK(RecordFormat::Make({std::vector<uint64_t>(320, 1), 320, 320}, Of(1)));
-  EXPECT_OK(RecordFormat::Make({{1}, 1, 320}, Of(1)));
-  EXPECT_OK(RecordFormat::Make({std::vector<uint64_t>(160, 1), 160, 320}, Of(1)));
+  EXPECT_OK(RecordFormat::Make({std::vector<uint64_t>(320, 1), 320, 320}, Of(1), Boot(7)));
+  EXPECT_OK(RecordFormat::Make({{1}, 1, 320}, Of(1), Boot(7)));
+  EXPECT_OK(RecordFormat::Make({std::vector<uint64_t>(160, 1), 160, 320}, Of(1), Boot(7)));
   const Result<RecordFormat> most =
-      RecordFormat::Make({std::vector<uint64_t>(333, 1), 333, 333}, Of(1));
+      RecordFormat::Make({std::vector<uint64_t>(331, 1), 331, 331}, Of(1), Boot(7));
   ASSERT_OK(most);
   std::vector<uint8_t> record(kRecordSize);
-  const std::vector<uint32_t> checksums(333, 5);
+  const std::vector<uint32_t> checksums(331, 5);
   most.value().Encode(IdOf(1), checksums, record.data());
   EXPECT_OK(most.value().Check(IdOf(1), record.data()));
-  EXPECT_EQ(most.value().checksum(record.data(), 332), 5u);
+  EXPECT_EQ(most.value().checksum(record.data(), 330), 5u);
   const Result<RecordFormat> too_many =
-      RecordFormat::Make({std::vector<uint64_t>(334, 1), 334, 334}, Of(1));
+      RecordFormat::Make({std::vector<uint64_t>(332, 1), 332, 332}, Of(1), Boot(7));
   EXPECT_EQ(too_many.status().code(), CS_INVALID);
-  EXPECT_NE(too_many.status().text().find("tensor_count 334"), std::string::npos);
-  EXPECT_EQ(RecordFormat::Make({{1}, 1, 1000}, Of(1)).status().code(), CS_INVALID);
+  EXPECT_NE(too_many.status().text().find("tensor_count 332"), std::string::npos);
+  EXPECT_EQ(RecordFormat::Make({{1}, 1, 1000}, Of(1), Boot(7)).status().code(), CS_INVALID);
 }
 
 }  // namespace cachestore::test

@@ -225,14 +225,25 @@ TEST(ShardIo, OtherTensorSizesAreAMiss) {
   EXPECT_EQ(store->Stats().load_corrupt, 1u);
 }
 
+// A whole block of version 1, which had no boot id in its record, and one of a
+// version to come.
 TEST(ShardIo, AnotherVersionIsAMiss) {
-  Stored stored;
-  std::vector<uint8_t> later = stored.bytes;
-  uint8_t* const record = later.data() + later.size() - 4096;
-  record[8] = 2;
-  const uint32_t checksum = Crc32c(0, record, 4092);
-  for (size_t i = 0; i < 4; ++i) record[4092 + i] = static_cast<uint8_t>(checksum >> (8 * i));
-  stored.ExpectMiss(later, "version");
+  for (const uint8_t version : {1, 3}) {
+    Stored stored;
+    std::vector<uint8_t> other = stored.bytes;
+    uint8_t* const record = other.data() + other.size() - 4096;
+    record[8] = version;
+    if (version == 1) {
+      std::copy(record + 80, record + 4092, record + 64);
+      std::fill(record + 4076, record + 4092, uint8_t{0});
+    }
+    const uint32_t checksum = Crc32c(0, record, 4092);
+    for (size_t i = 0; i < 4; ++i) record[4092 + i] = static_cast<uint8_t>(checksum >> (8 * i));
+    stored.ExpectMiss(other, "version");
+    stored.pages->Fill();
+    EXPECT_TRUE(DumpAll(*stored.store, *stored.pages) == Repeated(1, CS_OK));
+    EXPECT_EQ(ReadFile(stored.path) == stored.bytes, true);
+  }
 }
 
 // F06: the miss is no verdict for ever.
