@@ -4,6 +4,7 @@ Any sequence of dumps, overwrites, damage at any byte, deletions, evictions, cle
 kills (F02 to F07, F11, F15, F16, F22). The model says for each block what a load may give.
 """
 
+import contextlib
 import dataclasses
 import os
 import shutil
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -34,6 +35,12 @@ blocks = st.lists(st.sampled_from(BLOCKS), min_size=1, max_size=4, unique=True)
 block = st.sampled_from(BLOCKS)
 seeds = st.integers(1, 3)
 users = st.integers(0, 1)
+nobody_or_users = st.sampled_from([None, 0, 1])
+picks = st.integers(0, len(BLOCKS) - 1)
+# Every byte of a file, but its ends and the seams of its parts more often.
+places = st.sampled_from(
+    [0, 4999, 5000, 5036, 5037, 8191, 8192, 8200, 8300, 12283, 12284, 12287]
+) | st.integers(0, FILE_BYTES - 1)
 
 
 class TwoProcesses(RuleBasedStateMachine):
@@ -212,32 +219,44 @@ class TwoProcesses(RuleBasedStateMachine):
             self.may[number] = {MISS}
         self.unsure.add(number)
 
-    @rule(number=block, at=st.integers(0, FILE_BYTES - 1), change=st.integers(1, 255))
-    def damage_a_byte(self, number, at, change):
-        path = self.path(number)
-        # Once only: a second change may undo the first.
-        if path.exists() and number not in self.unsure:
-            with open(path, "r+b") as file:
-                file.seek(at)
-                old = file.read(1)
-                file.seek(at)
-                file.write(bytes([(old[0] if old else 0) ^ change]))
-            self.spoilt(number)
+    def whole(self):
+        """Blocks with a file that nothing has happened to: a second change may undo the first."""
+        return [n for n in BLOCKS if n not in self.unsure and self.path(n).exists()]
 
-    @rule(number=block, length=st.integers(0, FILE_BYTES - 1))
-    def truncate(self, number, length):
-        path = self.path(number)
-        if path.exists() and path.stat().st_size > length:
-            os.truncate(path, length)
-            self.spoilt(number)
+    def spoil(self, pick, then, how):
+        """Do ``how`` to the file of one of them; ``then``: who loads it next, or None."""
+        if not self.whole():
+            self.dump(0, [pick], 1)
+        whole = self.whole()
+        if not whole:  # not stored yet, or gone again
+            return
+        number = whole[pick % len(whole)]
+        try:
+            with open(self.path(number), "r+b") as file:
+                how(file)
+        except FileNotFoundError:  # evicted just now
+            return
+        self.spoilt(number)
+        if then is not None:
+            self.load(then, [number])
 
-    @rule(number=block, more=st.binary(min_size=1, max_size=5000))
-    def append(self, number, more):
-        path = self.path(number)
-        if path.exists():
-            with open(path, "ab") as file:
-                file.write(more)
-            self.spoilt(number)
+    @rule(pick=picks, at=places, change=st.integers(1, 255), then=nobody_or_users)
+    def damage_a_byte(self, pick, at, change, then):
+        def how(file):
+            file.seek(at)
+            old = file.read(1)
+            file.seek(at)
+            file.write(bytes([old[0] ^ change]))
+
+        self.spoil(pick, then, how)
+
+    @rule(pick=picks, length=places, then=nobody_or_users)
+    def truncate(self, pick, length, then):
+        self.spoil(pick, then, lambda file: file.truncate(length))
+
+    @rule(pick=picks, more=st.binary(min_size=1, max_size=5000), then=nobody_or_users)
+    def append(self, pick, more, then):
+        self.spoil(pick, then, lambda file: (file.seek(0, os.SEEK_END), file.write(more)))
 
     @rule(number=block)
     def delete_a_file(self, number):
@@ -257,14 +276,15 @@ class TwoProcesses(RuleBasedStateMachine):
         """But for the locks, which are how a writer says that it lives."""
         for path in self.root.glob("store/*/tmp/*/*"):
             if path.name != "lock":
-                path.unlink()
+                path.unlink(missing_ok=True)  # or published just now
 
     @rule(number=block, another=block)
     def put_another_block_in_its_place(self, number, another):
         if number != another and self.path(another).exists():
             self.path(number).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            shutil.copyfile(self.path(another), self.path(number))
-            self.spoilt(number)
+            with contextlib.suppress(FileNotFoundError):  # evicted just now
+                shutil.copyfile(self.path(another), self.path(number))
+                self.spoilt(number)
 
     @rule(number=block, seed=seeds)
     def put_another_identitys_in_its_place(self, number, seed):
@@ -314,7 +334,6 @@ class Evicted(TwoProcesses):
 
 MACHINES = {"posix": TwoProcesses, "cache": Cached, "evicted": Evicted}
 
-# The same sequences each time, without shrinking time spent on what was found before.
 COMMON = {
     "deadline": None,
     "database": None,
@@ -326,7 +345,8 @@ COMMON = {
 @pytest.mark.parametrize("name", MACHINES)
 def test_the_right_bytes_or_a_miss(name):
     """Pinned: a few hundred steps, always the same ones."""
-    fixed = settings(max_examples=25, derandomize=True, **COMMON)
+    # Not made shorter when it fails, which takes minutes; the long run does that.
+    fixed = settings(max_examples=20, derandomize=True, phases=[Phase.generate], **COMMON)
     try:
         run_state_machine_as_test(MACHINES[name], settings=fixed)
     finally:
