@@ -86,7 +86,9 @@ class UseLog {
     size_t operator()(const BlockId& block) const noexcept {
       uint64_t halves[2];
       std::memcpy(halves, block.data(), sizeof halves);
-      return static_cast<size_t>(halves[0] ^ (halves[1] * 0x9e3779b97f4a7c15u));
+      // Also for ids that aren't hashes, as a test's: no sum of the two that could cancel out.
+      const uint64_t mixed = (halves[0] ^ (halves[0] >> 32)) * 0xbf58476d1ce4e5b9u;
+      return static_cast<size_t>((mixed ^ (mixed >> 29) ^ halves[1]) * 0x94d049bb133111ebu);
     }
   };
   struct Entry;
