@@ -151,6 +151,7 @@ def test_sizes_and_versions_are_those_of_the_files(options: Any) -> None:
     assert len(content) == said.block_bytes
     record = content[said.shard_bytes :]
     assert record[:8] == b"CSBLOCK1"
+    assert int.from_bytes(record[8:12], "little") == said.record_version
     assert int.from_bytes(record[12:16], "little") == manifest.RECORD_BYTES
     assert record[16:48] == said.fingerprint
 

@@ -278,13 +278,16 @@ class TwoProcesses(RuleBasedStateMachine):
             if path.name != "lock":
                 path.unlink(missing_ok=True)  # or published just now
 
-    @rule(number=block, another=block)
-    def put_another_block_in_its_place(self, number, another):
+    @rule(number=block, another=block, then=nobody_or_users)
+    def put_another_block_in_its_place(self, number, another, then):
+        self.dump(0, [another], 1)
         if number != another and self.path(another).exists():
             self.path(number).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             with contextlib.suppress(FileNotFoundError):  # evicted just now
                 shutil.copyfile(self.path(another), self.path(number))
                 self.spoilt(number)
+                if then is not None:
+                    self.load(then, [number])
 
     @rule(number=block, seed=seeds)
     def put_another_identitys_in_its_place(self, number, seed):
