@@ -7,6 +7,8 @@
 #include <cstring>
 #include <utility>
 
+#include "posix/block_path.h"
+#include "posix/collector_state.h"
 #include "posix/direct_io.h"
 
 namespace cachestore {
@@ -14,17 +16,6 @@ namespace {
 
 // Of what another process or thread can undo between two steps of ours.
 constexpr int kTries = 8;
-
-std::string Hex(const BlockId& block) {
-  static constexpr char kDigits[] = "0123456789abcdef";
-  std::string text;
-  text.reserve(2 * block.size());
-  for (const uint8_t byte : block) {
-    text += kDigits[byte >> 4];
-    text += kDigits[byte & 15];
-  }
-  return text;
-}
 
 // Bijective and well mixed (the finaliser of splitmix64).
 uint64_t Mix(uint64_t x) {
@@ -77,7 +68,17 @@ Directory::Directory(Env& env, EventRing& events, DirectoryOptions options)
       instance_(env.UniqueName()),
       seed_(Hash(options_.root)),
       health_(events, options_.root),
-      direct_(options_.direct != CS_DIRECT_OFF) {}
+      direct_(options_.direct != CS_DIRECT_OFF),
+      space_(options_.limits) {}
+
+Status Directory::WriteChanges(const SpaceChanges& changes) {
+  uint8_t bytes[kSpaceChangesSize];
+  EncodeSpaceChanges(changes, bytes);
+  iovec part{bytes, sizeof bytes};
+  const std::lock_guard lock(mutex_);
+  if (!lock_) return {CS_NOT_FOUND, "no lock file in " + base_ + "/tmp/" + instance_};
+  return env_.WriteFull(lock_.get(), {&part, 1}, 0);
+}
 
 Status Directory::Open() {
   const std::lock_guard lock(open_mutex_);
@@ -119,7 +120,6 @@ Status Directory::OpenOnce() {
     }
     return Status::Ok();
   }
-
   return direct() ? CheckDirect(type.value()) : Status::Ok();
 }
 
@@ -150,6 +150,7 @@ void Directory::Probe() {
     if (read.ok()) owes_clear_.store(false);
   }
   health_.NoteProbe(read, written, Health::Clock::now());
+  if (!health_.full()) space_.NoteRoom();
 }
 
 // What a dump does, with a small file.
@@ -200,7 +201,7 @@ uint64_t Directory::Score(const BlockId& block) const {
 }
 
 std::string Directory::BlockPath(const BlockId& block) const {
-  const std::string hex = Hex(block);
+  const std::string hex = HexOf(block);
   std::string path;
   path.reserve(base_.size() + 48);
   path.append(base_).append("/blocks/").append(hex, 0, 3).append("/").append(hex);
@@ -385,8 +386,8 @@ void Directory::RemoveTrash(const std::function<bool()>& stop) {
     // died there.
     Result<Fd> locked = env_.OpenLocked(path + "/lock", /*create=*/false);
     if (locked.status().code() == CS_NOT_FOUND) {
-      // An empty one goes: its maker makes it again. A power cut can leave files
-      // without the lock's name: who makes that anew has the same proof.
+      // An empty one goes: its maker makes it again. A power cut can leave
+      // files without the lock's name: who makes that anew has the same proof.
       if (env_.RemoveDirectory(path).ok()) continue;
       locked = env_.OpenLocked(path + "/lock", /*create=*/true);
     }

@@ -21,6 +21,7 @@
 #include "base/env.h"
 #include "base/event_ring.h"
 #include "posix/health.h"
+#include "posix/space.h"
 #include "tier/geometry.h"
 
 namespace cachestore {
@@ -35,6 +36,7 @@ struct DirectoryOptions {
   std::string manifest;
   cs_direct direct = CS_DIRECT_OFF;
   cs_zero_copy zero_copy = CS_ZERO_COPY_AUTO;
+  SpaceLimits limits = {};
 };
 
 class Directory {
@@ -42,11 +44,11 @@ class Directory {
   Directory(Env& env, EventRing& events, DirectoryOptions options);
 
   // Makes what is missing and writes the manifest. A directory that can only
-  // be read is no error, unless this identity has nothing there. One that can't do
-  // O_DIRECT is one where that is required.
+  // be read is no error, unless this identity has nothing there; one that can't
+  // do O_DIRECT is, where that is required.
   Status Open();
-  // Tries whether what was found to be wrong is over, and says so to Health; does
-  // what opening and clearing have left to do.
+  // Tries whether what was found to be wrong is over, and says so to Health;
+  // does what opening and clearing have left to do.
   void Probe();
   Health& health() { return health_; }
   const Health& health() const { return health_; }
@@ -54,6 +56,11 @@ class Directory {
   Result<FileInfo> Place() { return env_.Stat(options_.root + "/."); }
 
   const std::string& root() const { return options_.root; }
+  // The name of this store's directory in tmp/.
+  const std::string& instance() const { return instance_; }
+  Space& space() { return space_; }
+  // Lets whoever collects know what this store has added and removed.
+  Status WriteChanges(const SpaceChanges& changes);
   // I/O may use the caller's memory and the caller's thread.
   bool zero_copy() const { return zero_copy_.load(std::memory_order_relaxed); }
   // Files are opened with O_DIRECT.
@@ -76,10 +83,11 @@ class Directory {
   Status Publish(const std::string& temporary, const BlockId& block, uint64_t epoch);
   // Changes with each clear that this store has made or noticed.
   uint64_t epoch() const { return epoch_.load(); }
-  // Looks whether another process, or another host, has cleared: what is accepted
-  // from now on comes after that.
+  // Looks whether another process, or another host, has cleared: what is
+  // accepted from now on comes after that.
   void NoticeClear();
-  // Of the latest clear that was made or noticed, in this or any process; 0: none.
+  // Of the latest clear that was made or noticed, in this or any process; 0:
+  // none.
   uint64_t latest_clear() const { return latest_clear_.load(); }
 
   // Makes all blocks disappear at once; RemoveTrash then frees their space.
@@ -87,8 +95,8 @@ class Directory {
   // The same once the directory can be used again, and before it is.
   void OweClear() { owes_clear_.store(true); }
   // Removes cleared blocks and the temporary files of stores that are gone
-  // (their lock is free). `stop` is asked between files. Only then is a clear sure
-  // to outlast a power cut.
+  // (their lock is free). `stop` is asked between files. Only then is a clear
+  // sure to outlast a power cut.
   void RemoveTrash(const std::function<bool()>& stop);
   // Removes a file, unless another one has taken its name.
   Status RemoveSame(const std::string& path, const FileInfo& info);
@@ -123,6 +131,7 @@ class Directory {
   std::atomic<uint64_t> latest_clear_{0};  // changed with clear_mutex_ held, and epoch_ with it
   std::mutex clear_mutex_;                 // never held across I/O
 
+  Space space_;
   std::mutex open_mutex_;  // held while it is opened
   bool opened_ = false;    // guarded by open_mutex_
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "posix/collector.h"
 #include "posix/use_log.h"
 
 namespace cachestore {
@@ -49,11 +50,14 @@ Result<std::vector<std::unique_ptr<Directory>>> OpenDirectories(
   };
   const auto opening = std::make_shared<Opening>();
   opening->events = events;
-  for (const std::string& root : options.roots) {
-    opening->directories.push_back(
-        std::make_unique<Directory>(env, *events,
-                                    DirectoryOptions{root, options.identity_name, options.manifest,
-                                                     options.direct, options.zero_copy}));
+  for (size_t i = 0; i < options.roots.size(); ++i) {
+    const SpaceLimits limits{i < options.capacities.size() ? options.capacities[i] : 0,
+                             options.free_space_reserve, options.high_watermark_percent,
+                             options.low_watermark_percent};
+    opening->directories.push_back(std::make_unique<Directory>(
+        env, *events,
+        DirectoryOptions{options.roots[i], options.identity_name, options.manifest, options.direct,
+                         options.zero_copy, limits}));
   }
   const bool done = RunWithin(options.timeout, "cs-open", [opening] {
     for (const auto& directory : opening->directories) {
@@ -90,6 +94,7 @@ struct PosixTier::Core {
   const std::shared_ptr<EventRing> events;
   std::unique_ptr<ShardIo> io;
   std::unique_ptr<UseLog> uses;
+  std::vector<std::unique_ptr<Collector>> collectors;  // of directories; null: no limits
   Admission load;
   Admission dump;
   std::atomic<uint64_t> lookups{0};
@@ -106,7 +111,22 @@ struct PosixTier::Core {
 
   // What upkeep does for a directory; see Upkeep::Tick.
   std::chrono::milliseconds Tick(size_t root, bool last) {
-    return std::min(uses->Flush(root, last), kIdleTick);
+    Collector* const collector = collectors[root].get();
+    // Times first: what is evicted is the oldest.
+    const bool now = collector != nullptr && collector->wants_room();
+    const std::chrono::milliseconds pause = std::min(uses->Flush(root, last, now), kIdleTick);
+    if (collector == nullptr) return pause;
+    if (!last) return std::min(pause, collector->Step(pause.count() > 0));
+    collector->Close();
+    return pause;
+  }
+
+  void MakeCollectors(Env& env) {
+    for (const auto& directory : io->directories()) {
+      const bool limited = directory->space().limits().any();
+      collectors.push_back(limited ? std::make_unique<Collector>(env, *events, *directory)
+                                   : nullptr);
+    }
   }
 
   // Uses are kept where something is evicted.
@@ -138,6 +158,7 @@ struct PosixTier::Core {
     if (request.tier_data() != nullptr) {  // a clear
       const Status cleared = io->directories()[index]->MoveBlocksToTrash();
       if (!cleared.ok()) events->Add(CS_EVENT_ERROR, "clear: " + cleared.text());
+      if (collectors[index] != nullptr) collectors[index]->NoteClear();
       code = cleared.code();
     } else {
       code = io->Exists(request.batch().blocks[index]) ? CS_OK : CS_NOT_FOUND;
@@ -159,6 +180,16 @@ Result<std::unique_ptr<Tier>> PosixTier::Open(Env& env, std::shared_ptr<EventRin
       std::make_unique<ShardIo>(env, *core->events, options.geometry, std::move(format.value()),
                                 options.verify, std::move(directories.value()));
   core->KeepUses(env, options);
+  core->MakeCollectors(env);
+  // So that the first dump knows what is used.
+  if (std::any_of(core->collectors.begin(), core->collectors.end(),
+                  [](const auto& collector) { return collector != nullptr; })) {
+    (void)RunWithin(options.timeout, "cs-open", [core, timeout = options.timeout] {
+      for (const auto& collector : core->collectors) {
+        if (collector != nullptr) collector->Begin(timeout);
+      }
+    });
+  }
   return std::unique_ptr<Tier>(new PosixTier(std::move(core), options));
 }
 
@@ -201,6 +232,9 @@ PosixTier::PosixTier(std::shared_ptr<Core> core, const PosixOptions& options)
           RunShard(request, job.index, [&] { core->RunAside(request, job.index); });
           return request.left_behind(job.index);
         });
+  }
+  for (size_t i = 0; i < directories.size(); ++i) {
+    directories[i]->space().OnWanted(upkeep_.Waker(i));
   }
   CleanUp();
 }
@@ -385,6 +419,17 @@ void PosixTier::AddStats(cs_stats& stats) const {
   core_->load.AddLoadStats(stats, payload);
   core_->dump.AddDumpStats(stats, core_->io->existing(), payload);
   stats.verify_skipped += core_->io->verify_skipped();
+  for (size_t i = 0; i < core_->collectors.size(); ++i) {
+    Space& space = core_->io->directories()[i]->space();
+    stats.posix_directories_full += space.full() ? 1 : 0;
+    const Collector* const collector = core_->collectors[i].get();
+    if (collector == nullptr) continue;
+    stats.evicted_blocks += collector->evicted_blocks();
+    stats.evicted_bytes += collector->evicted_bytes();
+    stats.posix_used_bytes += space.used();
+    stats.posix_capacity_bytes += space.limits().capacity;
+    stats.posix_collecting += collector->collecting() ? 1 : 0;
+  }
   stats.posix_uses_pending += core_->uses->pending();
   stats.posix_uses_dropped += core_->uses->dropped();
   stats.stuck_workers +=

@@ -35,7 +35,7 @@ void ShardIo::Dump(Request& request, size_t shard, WorkerPool::Scratch& scratch)
     const Code thrown = Thrown([&] {
       if (Exists(batch.blocks[shard])) {
         block.existing.store(true, std::memory_order_relaxed);
-      } else if (block.failure.load(std::memory_order_relaxed) == CS_OK) {
+      } else if (HasRoom(directory, block)) {
         WriteShard(request, shard, directory, block, {direct, zero_copy}, scratch);
       }
     });
@@ -49,6 +49,23 @@ void ShardIo::Dump(Request& request, size_t shard, WorkerPool::Scratch& scratch)
   }
   const Code thrown = Thrown([&] { EndBlock(request, shard, directory, block, scratch); });
   if (thrown != CS_OK) request.FinishAll(block.shards, thrown);
+}
+
+void ShardIo::WriteFailed(Directory& directory, BlockWrite& block, const Status& why) {
+  SetOnce(block.failure, FailureOf(why));
+  if (why.code() == CS_NO_SPACE) directory.space().NoteFull(file_size_);
+  events_.Add(CS_EVENT_WARNING, "dump to " + block.temporary + ": " + why.text());
+}
+
+// False: the block has failed, here or before.
+bool ShardIo::HasRoom(Directory& directory, BlockWrite& block) {
+  std::call_once(block.asked, [&] {
+    const Status reserved = block.room.Take(directory.space(), file_size_);
+    if (reserved.ok()) return;
+    SetOnce(block.failure, reserved.code());
+    events_.Add(CS_EVENT_WARNING, "dump to " + directory.root() + ": " + reserved.text());
+  });
+  return block.failure.load(std::memory_order_relaxed) == CS_OK;
 }
 
 void ShardIo::WriteShard(Request& request, size_t shard, Directory& directory, BlockWrite& block,
@@ -82,9 +99,7 @@ void ShardIo::WriteShard(Request& request, size_t shard, Directory& directory, B
     transfer.direct = direct;
     return Write(transfer, block);
   });
-  if (written.ok()) return;
-  SetOnce(block.failure, FailureOf(written));
-  events_.Add(CS_EVENT_WARNING, "dump to " + block.temporary + ": " + written.text());
+  if (!written.ok()) WriteFailed(directory, block, written);
 }
 
 // `write` gets whether to use O_DIRECT, and is called again without where that
@@ -183,7 +198,10 @@ void ShardIo::EndBlock(Request& request, size_t shard, Directory& directory, Blo
     finish(published.code() == CS_NOT_FOUND ? CS_IO : published.code());
     return;
   }
-  if (finish(CS_OK) == 0) TakeBack(directory.BlockPath(id), written.value());
+  block.room.Publish();
+  if (finish(CS_OK) == 0 && TakeBack(directory.BlockPath(id), written.value())) {
+    directory.space().Remove(file_size_);
+  }
 }
 
 void ShardIo::WriteRecord(const BlockId& id, Directory& directory, BlockWrite& block,
@@ -198,9 +216,7 @@ void ShardIo::WriteRecord(const BlockId& id, Directory& directory, BlockWrite& b
     const Status done = env_.WriteFull(file.value().get(), {&part, 1}, file_size_ - kRecordSize);
     return done.ok() ? file.value().Close() : done;
   });
-  if (written.ok()) return;
-  SetOnce(block.failure, FailureOf(written));
-  events_.Add(CS_EVENT_WARNING, "dump to " + block.temporary + ": " + written.text());
+  if (!written.ok()) WriteFailed(directory, block, written);
 }
 
 void ShardIo::RemoveTemporary(const BlockWrite& block) {
@@ -208,13 +224,14 @@ void ShardIo::RemoveTemporary(const BlockWrite& block) {
 }
 
 // The waiter was told that the dump failed while the rename hung: lookups must
-// say the same. If the name is somebody else's by now, it stays.
-void ShardIo::TakeBack(const std::string& path, const FileInfo& written) {
+// say the same. If the name is somebody else's by now, it stays. True: it was removed.
+bool ShardIo::TakeBack(const std::string& path, const FileInfo& written) {
   const Result<FileInfo> there = env_.Stat(path);
   if (there.ok() && there.value().device == written.device &&
       there.value().inode == written.inode) {
-    (void)env_.Unlink(path);
+    return env_.Unlink(path).ok();
   }
+  return false;
 }
 
 }  // namespace cachestore

@@ -9,6 +9,7 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <span>
 #include <vector>
 
@@ -17,6 +18,7 @@
 #include "base/worker_pool.h"
 #include "posix/directory.h"
 #include "posix/record.h"
+#include "posix/space.h"
 #include "tier/geometry.h"
 #include "tier/request.h"
 
@@ -29,7 +31,9 @@ struct BlockWrite {
 
   std::vector<size_t> shards;  // where they stand in the request
   std::string temporary;
-  uint64_t epoch = 0;                // of its directory, when it was accepted
+  uint64_t epoch = 0;    // of its directory, when it was accepted
+  std::once_flag asked;  // for room, by the first shard that is written
+  Reservation room;
   std::vector<uint32_t> checksums;   // each shard's worker writes its own
   std::atomic<size_t> remaining{0};  // acq_rel: its end makes `checksums` visible
   std::atomic<bool> existing{false};
@@ -89,8 +93,11 @@ class ShardIo {
   Status ReadChecked(Transfer& transfer, Fd file, const FileInfo& info);
   Status Read(Fd file, const Piece& piece);
   std::vector<Piece> Pieces(const Transfer& transfer, bool with_record) const;
-  void SetAside(const std::string& path, const FileInfo& info, const std::string& why);
+  void SetAside(Transfer& transfer, const std::string& path, const FileInfo& info,
+                const std::string& why);
 
+  void WriteFailed(Directory& directory, BlockWrite& block, const Status& why);
+  bool HasRoom(Directory& directory, BlockWrite& block);
   void WriteShard(Request& request, size_t shard, Directory& directory, BlockWrite& block, How how,
                   WorkerPool::Scratch& scratch);
   template <typename Attempt>
@@ -102,7 +109,7 @@ class ShardIo {
   void WriteRecord(const BlockId& id, Directory& directory, BlockWrite& block,
                    WorkerPool::Scratch& scratch);
   void RemoveTemporary(const BlockWrite& block);
-  void TakeBack(const std::string& path, const FileInfo& written);
+  bool TakeBack(const std::string& path, const FileInfo& written);
 
   bool IsAligned(std::span<uint8_t* const> tensors) const;
 

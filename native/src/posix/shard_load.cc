@@ -74,7 +74,7 @@ Code ShardIo::ReadAndCheck(Transfer& transfer) {
   }
   const Status& status = outcome.status;
   if (status.code() == CS_CORRUPT) {
-    SetAside(path, outcome.file, status.text());
+    SetAside(transfer, path, outcome.file, status.text());
   } else if (!status.ok() && status.code() != CS_NOT_FOUND) {
     events_.Add(CS_EVENT_WARNING, "load of " + path + ": " + status.text());
   }
@@ -147,12 +147,14 @@ Status ShardIo::Read(Fd file, const Piece& piece) {
   return Status::Ok();
 }
 
-void ShardIo::SetAside(const std::string& path, const FileInfo& info, const std::string& why) {
+void ShardIo::SetAside(Transfer& transfer, const std::string& path, const FileInfo& info,
+                       const std::string& why) {
   // Not if somebody has just published a new one under this name.
   const Result<FileInfo> there = env_.Stat(path);
   const bool same =
       there.ok() && there.value().device == info.device && there.value().inode == info.inode;
   const Status removed = same ? env_.Unlink(path) : Status::Ok();
+  if (same && removed.ok()) transfer.directory.space().Remove(info.size);
   events_.Add(CS_EVENT_WARNING, "damaged block " + path + " (" + why + ")" +
                                     (removed.ok() ? " removed" : ": " + removed.text()));
 }

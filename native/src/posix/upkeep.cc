@@ -41,6 +41,16 @@ struct Upkeep::State {
     }
   }
 
+  void Wake(size_t index) {
+    Root& root = roots[index];
+    {
+      const std::lock_guard lock(root.mutex);
+      if (root.woken) return;
+      root.woken = true;
+    }
+    root.changed.notify_one();
+  }
+
   std::vector<Root> roots;
   const Tick tick;
 };
@@ -59,14 +69,13 @@ Upkeep::~Upkeep() {
   (void)Join(std::chrono::milliseconds(2000));
 }
 
-void Upkeep::Wake(size_t index) {
-  State::Root& root = state_->roots[index];
-  {
-    const std::lock_guard lock(root.mutex);
-    if (root.woken) return;
-    root.woken = true;
-  }
-  root.changed.notify_one();
+void Upkeep::Wake(size_t index) { state_->Wake(index); }
+
+std::function<void()> Upkeep::Waker(size_t root) {
+  // What is woken may own the waker.
+  return [weak = std::weak_ptr<State>(state_), root] {
+    if (const auto state = weak.lock()) state->Wake(root);
+  };
 }
 
 void Upkeep::Stop() {

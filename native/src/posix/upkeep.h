@@ -27,6 +27,8 @@ class Upkeep {
 
   // There is something to do. Cheap where it was said already.
   void Wake(size_t root);
+  // Wake of this root, for those who may outlive this.
+  std::function<void()> Waker(size_t root);
   // Lets each thread run its last tick.
   void Stop();
   // After Stop. False: a thread hangs, and is left behind with all it holds.

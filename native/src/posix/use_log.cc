@@ -220,15 +220,17 @@ void UseLog::Assign(const Order& order) {
   }
 }
 
-UseLog::Milliseconds UseLog::Flush(size_t index, bool last) {
+UseLog::Milliseconds UseLog::Flush(size_t index, bool last, bool now) {
   if (roots_[index] == nullptr) return options_.interval;
   Root& root = *roots_[index];
-  const auto now = Clock::now();
-  const auto end = now + (last ? kLastTime : kPieceTime);
+  const auto begin = Clock::now();
+  const auto end = begin + (last ? kLastTime : kPieceTime);
   if (last) root.piece.clear();  // it is pending still, and taken with the rest
   if (root.piece.empty()) {
-    if (!last && now < root.due) return std::chrono::ceil<Milliseconds>(root.due - now);
-    root.due = now + options_.interval;
+    if (!last && !now && begin < root.due) {
+      return std::chrono::ceil<Milliseconds>(root.due - begin);
+    }
+    root.due = begin + options_.interval;
     Digest();
     TakePiece(root);
   }

@@ -75,8 +75,9 @@ class UseLog {
   void Forget();
 
   // For a root's upkeep: writes what is due, a bounded piece of it, or with
-  // `last` all that can be written in a second. When to be called again.
-  Milliseconds Flush(size_t root, bool last);
+  // `last` all that can be written in a second. `now`: all is due. When to be
+  // called again; 0: there is more.
+  Milliseconds Flush(size_t root, bool last, bool now = false);
 
   uint64_t pending() const { return pending_.load(std::memory_order_relaxed); }
   uint64_t dropped() const { return dropped_.load(std::memory_order_relaxed); }

@@ -21,7 +21,7 @@ const auto kNever = [] { return false; };
 
 struct Opened {
   explicit Opened(const std::string& root, Env& env = Env::Real(), const char* identity = "id")
-      : directory(env, events, {root, identity, "manifest", false, CS_ZERO_COPY_AUTO}) {
+      : directory(env, events, {root, identity, "manifest", CS_DIRECT_OFF, CS_ZERO_COPY_AUTO}) {
     status = directory.Open();
   }
   EventRing events;
@@ -64,7 +64,7 @@ TEST(Directory, ZeroCopyGoesByTypeOrBySetting) {
   const auto zero_copy = [&](uint64_t type, cs_zero_copy setting) {
     env.SetFilesystemType(type);
     EventRing events;
-    Directory directory(env, events, {root.path(), "id", "{}", false, setting});
+    Directory directory(env, events, {root.path(), "id", "{}", CS_DIRECT_OFF, setting});
     EXPECT_OK(directory.Open());
     return directory.zero_copy();
   };
@@ -332,7 +332,7 @@ TEST(Directory, BlocksSpreadEvenlyAndMoveOnlyToANewOne) {
     for (size_t i = 0; i < n; ++i) {
       directories.push_back(std::make_unique<Directory>(
           Env::Real(), events,
-          DirectoryOptions{"/mnt/disk" + std::to_string(i), "id", "", false, CS_ZERO_COPY_AUTO}));
+          DirectoryOptions{"/mnt/disk" + std::to_string(i), "id", "", CS_DIRECT_OFF, CS_ZERO_COPY_AUTO}));
     }
     return directories;
   };
@@ -374,7 +374,7 @@ TEST(Directory, SimilarIdsSpreadOverDirectories) {
   std::vector<std::unique_ptr<Directory>> directories;
   for (const char* root : {"/a", "/b", "/c", "/d"}) {
     directories.push_back(std::make_unique<Directory>(
-        Env::Real(), events, DirectoryOptions{root, "id", "", false, CS_ZERO_COPY_AUTO}));
+        Env::Real(), events, DirectoryOptions{root, "id", "", CS_DIRECT_OFF, CS_ZERO_COPY_AUTO}));
   }
   for (const size_t at : {0, 1, 6}) {
     std::map<std::string, size_t> counts;

@@ -1,0 +1,398 @@
+#include "posix/collector.h"
+
+#include <algorithm>
+#include <thread>
+#include <utility>
+
+namespace cachestore {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::steady_clock;
+
+// Between steps when all is quiet, and between attempts to collect.
+constexpr milliseconds kQuiet{500};
+constexpr milliseconds kRetry{1000};
+// How long a writer says nothing before it is looked at.
+constexpr milliseconds kProbe{5000};
+// A pass costs no more than so many entries a second in the long run, unless
+// room is wanted.
+constexpr uint64_t kEntriesPerSecond = 5000;
+
+uint64_t Minus(uint64_t a, uint64_t b) { return a - std::min(a, b); }
+
+}  // namespace
+
+Collector::Collector(Env& env, EventRing& events, Directory& directory)
+    : env_(env),
+      events_(events),
+      directory_(directory),
+      space_(directory.space()),
+      limits_(space_.limits()),
+      path_(directory.root() + "/collector"),
+      walk_(env, directory.root()) {}
+
+milliseconds Collector::Step(bool times_are_written) {
+  const std::unique_lock stepping(stepping_, std::try_to_lock);
+  if (!stepping.owns_lock()) return kQuiet;
+  if (!Collecting()) {
+    Follow();
+    MeasureRoom();
+    return kQuiet;
+  }
+  CountChanges();
+  Look();
+  MeasureRoom();
+  // What is oldest is known when every use is noted, so first of all this is asked for.
+  if (times_are_written && wants_room()) Evict();
+  wants_room_.store(Need() > 0, std::memory_order_relaxed);
+  space_.Know(used_, Grant(), writers_[directory_.instance()].changes);
+  Tell();
+  if (walk_.running() || (Need() > 0 && steady_clock::now() >= next_eviction_)) return kBusy;
+  const auto pause = std::chrono::ceil<milliseconds>(next_look_ - steady_clock::now());
+  return std::clamp(pause, kBusy, kQuiet);
+}
+
+// Whether this store collects, taking the part up if nobody else has it.
+bool Collector::Collecting() {
+  if (lock_ && HoldsLock()) return true;
+  if (lock_) {
+    Warn("the lock of " + path_ + " was removed: this store no longer collects there");
+    StopCollecting();
+  }
+  if (steady_clock::now() < next_try_) return false;
+  next_try_ = steady_clock::now() + kRetry;
+  TryToCollect();
+  return static_cast<bool>(lock_);
+}
+
+void Collector::TryToCollect() {
+  if (const Status made = env_.MakeDirectories(path_); !made.ok()) {
+    return Warn("nothing is evicted from " + directory_.root() + " by this store: " + made.text());
+  }
+  Result<Fd> locked = env_.OpenLocked(path_ + "/lock", /*create=*/true);
+  if (!locked.ok()) {
+    if (locked.status().code() == CS_REFUSED) return;  // somebody collects
+    return Warn("nothing is evicted from " + directory_.root() +
+                " by this store: " + locked.status().text());
+  }
+  lock_ = FileCloser(env_, locked.value());
+  if (!HoldsLock()) return StopCollecting();  // removed meanwhile
+  // Until the first pass has ended, what the collector before had written.
+  const Result<CollectorState> before = ReadState();
+  known_ = false;
+  used_ = before.ok() ? before.value().used : 0;
+  told_ = before.ok() ? before.value() : CollectorState{};
+  writers_.clear();
+  // What the collector before had granted may be used.
+  for (const auto& [instance, bytes] : told_.grants) writers_[instance].granted = bytes;
+  oldest_.clear();
+  next_look_ = steady_clock::now();
+  collecting_.store(true, std::memory_order_relaxed);
+}
+
+// A bounded wait for the collector, which looks at least every kQuiet.
+void Collector::Begin(milliseconds patience) {
+  const auto deadline = steady_clock::now() + std::min(patience, 3 * kQuiet);
+  do {
+    Step();
+    const std::unique_lock stepping(stepping_, std::try_to_lock);
+    if (!stepping.owns_lock() || lock_ || granted_) return;
+    std::this_thread::sleep_for(kBusy / 5);
+  } while (steady_clock::now() < deadline);
+}
+
+bool Collector::HoldsLock() {
+  const Result<FileInfo> ours = env_.StatFd(lock_.get());
+  const Result<FileInfo> there = env_.Stat(path_ + "/lock");
+  return ours.ok() && there.ok() && ours.value().device == there.value().device &&
+         ours.value().inode == there.value().inode;
+}
+
+void Collector::StopCollecting() {
+  lock_.Reset();
+  collecting_.store(false, std::memory_order_relaxed);
+  compared_ = false;
+}
+
+void Collector::Follow() {
+  const SpaceChanges changes = space_.changes();
+  if (changes != written_ && directory_.WriteChanges(changes).ok()) written_ = changes;
+  const Result<CollectorState> read = ReadState();
+  if (read.ok()) {
+    const CollectorState& state = read.value();
+    CompareLimits(state.limits);
+    // Until the collector has noticed this store, it may add nothing.
+    const auto grant = state.grants.find(directory_.instance());
+    granted_ = grant != state.grants.end() || state.limits.capacity == 0;
+    uint64_t granted = grant == state.grants.end() ? 0 : grant->second;
+    if (state.limits.capacity == 0) granted = UINT64_MAX / 2;
+    space_.KnowGrant(state.used, granted, changes);
+  }
+}
+
+void Collector::CompareLimits(const SpaceLimits& theirs) {
+  if (compared_) return;
+  compared_ = true;
+  if (theirs == limits_) return;
+  const auto text = [](const SpaceLimits& limits) {
+    return "capacity " + std::to_string(limits.capacity) + ", free space reserve " +
+           std::to_string(limits.free_space_reserve) + " bytes, watermarks " +
+           std::to_string(limits.high_watermark_percent) + " and " +
+           std::to_string(limits.low_watermark_percent) + " %";
+  };
+  events_.Add(CS_EVENT_WARNING, "the limits of " + directory_.root() + " differ: this store has " +
+                                    text(limits_) + "; the store that collects there has " +
+                                    text(theirs) + ", and evicts by those");
+}
+
+// What each open store says it has added and removed.
+void Collector::CountChanges() {
+  std::map<std::string, Writer> seen;
+  const std::string& root = directory_.root();
+  const Result<std::vector<std::string>> identities = env_.List(root + "/.");
+  if (!identities.ok()) return;
+  const auto writer_of = [&](const std::string& instance) -> Writer& {
+    const auto [at, is_new] = seen.try_emplace(instance);
+    if (const auto known = writers_.find(instance); is_new && known != writers_.end()) {
+      at->second = known->second;
+    }
+    return at->second;
+  };
+  CountChangesOf(writer_of(directory_.instance()), space_.changes());
+  for (const std::string& identity : identities.value()) {
+    if (identity.starts_with('.') || identity == "collector") continue;
+    const std::string tmp = root + "/" + identity + "/tmp";
+    const Result<std::vector<std::string>> names = env_.List(tmp);
+    if (!names.ok()) continue;
+    for (const std::string& name : names.value()) {
+      if (name == directory_.instance()) continue;
+      const std::string lock = tmp + "/" + name + "/lock";
+      const Result<Fd> opened = env_.OpenRead(lock, /*direct=*/false);
+      if (!opened.ok()) continue;
+      const FileCloser file(env_, opened.value());
+      uint8_t bytes[kSpaceChangesSize] = {};
+      iovec part{bytes, sizeof bytes};
+      const Result<uint64_t> read = env_.ReadFull(file.get(), {&part, 1}, 0);
+      if (!read.ok()) continue;
+      Writer& writer = writer_of(name);
+      const auto changes = DecodeSpaceChanges({bytes, static_cast<size_t>(read.value())});
+      // One that hasn't said anything yet is a writer all the same.
+      if (changes.has_value()) CountChangesOf(writer, *changes);
+      ProbeWriter(writer, lock);
+    }
+  }
+  writers_ = std::move(seen);
+}
+
+void Collector::CountChangesOf(Writer& writer, const SpaceChanges& now) {
+  const uint64_t added = Minus(now.added, writer.changes.added);
+  const uint64_t removed = Minus(now.removed, writer.changes.removed);
+  writer.changes = now;
+  if (added == 0 && removed == 0) return;
+  writer.next_probe = steady_clock::now() + kProbe;
+  used_ = Minus(used_ + added, removed);
+  added_in_pass_ += added;
+  changed_ = true;
+}
+
+// One that says nothing for long may be gone, and will never use its grant.
+void Collector::ProbeWriter(Writer& writer, const std::string& lock) {
+  const auto now = steady_clock::now();
+  if (writer.gone || now < writer.next_probe) return;
+  const bool is_new = writer.next_probe == steady_clock::time_point{};
+  writer.next_probe = now + kProbe;
+  if (is_new) return;
+  const Result<Fd> taken = env_.OpenLocked(lock, /*create=*/false);
+  if (!taken.ok()) return;
+  (void)env_.Close(taken.value());
+  writer.gone = true;
+}
+
+// Lets each writer add a share of half of what is free; the other half is for
+// this store and those that open meanwhile. Returns what the others may add in all.
+uint64_t Collector::Grant() {
+  if (limits_.capacity == 0) return 0;
+  const auto left = [](const Writer& writer) {
+    return writer.gone ? 0 : Minus(writer.granted, writer.changes.added);
+  };
+  uint64_t granted = 0;
+  for (const auto& [instance, writer] : writers_) {
+    if (instance != directory_.instance()) granted += left(writer);
+  }
+  const uint64_t share = Minus(limits_.capacity, used_) / (2 * writers_.size());
+  for (auto& [instance, writer] : writers_) {
+    if (instance == directory_.instance() || writer.gone || left(writer) > share / 2) continue;
+    const uint64_t more = std::min(share - left(writer), Minus(limits_.capacity, used_ + granted));
+    writer.granted = writer.changes.added + left(writer) + more;
+    granted += more;
+  }
+  return granted;
+}
+
+void Collector::Look() {
+  if (!walk_.running()) {
+    const bool asked = look_.exchange(false, std::memory_order_relaxed);
+    // What is missing to make room are the oldest files.
+    const bool wants_oldest =
+        oldest_.empty() && Need() > 0 && steady_clock::now() >= next_eviction_;
+    if (!asked && !wants_oldest && steady_clock::now() < next_look_) return;
+    whole_ = wants_oldest || !known_;
+    showing_.Clear();
+    walk_.Start(whole_, whole_ ? &showing_ : nullptr);
+    added_in_pass_ = 0;
+    changed_ = false;
+  }
+  if (walk_.Step(kEntriesPerStep)) EndPass();
+}
+
+void Collector::EndPass() {
+  if (!walk_.status().ok()) {
+    Warn("looking at " + directory_.root() + ": " + walk_.status().text());
+  } else {
+    last_warning_.clear();
+  }
+  // What was added meanwhile may have been seen, or not.
+  used_ = std::clamp(used_, walk_.bytes(), walk_.bytes() + added_in_pass_);
+  known_ = true;
+  if (whole_) oldest_ = showing_.Take();
+  const milliseconds pause(1000 * walk_.entries() / kEntriesPerSecond);
+  next_look_ = steady_clock::now() + std::max(pause, changed_ ? kBusy : kRetry);
+}
+
+void Collector::MeasureRoom() {
+  if (limits_.free_space_reserve > 0) {
+    const Result<SpaceInfo> info = env_.Space(directory_.root());
+    free_ = info.ok() ? info.value().available : UINT64_MAX;
+    if (info.ok()) space_.KnowFree(info.value());
+  }
+  wanted_ += space_.TakeWanted();
+  const bool too_much = limits_.capacity > 0 && used_ > std::min(limits_.high(), AlmostFull());
+  const bool too_little_free = free_ < limits_.free_space_reserve + limits_.free_space_reserve / 16;
+  if (too_much || too_little_free) making_room_ = true;
+}
+
+// With more than that, a writer may find no room for its next block.
+uint64_t Collector::AlmostFull() const {
+  const uint64_t writers = writers_.size();
+  const uint64_t blocks = writers > 1 ? 8 * writers : 1;
+  return std::max(limits_.capacity / 2, Minus(limits_.capacity, walk_.largest() * blocks));
+}
+
+// How many bytes are to go.
+uint64_t Collector::Need() const {
+  uint64_t need = wanted_;
+  if (making_room_) {
+    if (limits_.capacity > 0) {
+      need = std::max(need, Minus(used_, std::min(limits_.low(), AlmostFull())));
+    }
+    const uint64_t wanted_free = limits_.free_space_reserve + limits_.free_space_reserve / 8;
+    need = std::max(need, Minus(wanted_free, free_));
+  }
+  return std::min(need, used_);
+}
+
+void Collector::Evict() {
+  if (steady_clock::now() < next_eviction_) return;
+  size_t evicted = 0;
+  for (size_t tries = 0; Need() > 0 && !oldest_.empty() && tries < kEvictionsPerStep; ++tries) {
+    const OldFile file = oldest_.back();
+    oldest_.pop_back();
+    const std::string path = walk_.PathOf(file);
+    const Result<FileInfo> info = env_.Stat(path);
+    // Used since, or gone.
+    if (!info.ok() || info.value().modified_ns != file.used_ns || !info.value().is_regular)
+      continue;
+    const Status removed = env_.Unlink(path);
+    if (!removed.ok()) {
+      if (removed.code() == CS_NOT_FOUND) continue;
+      Warn("evicting from " + directory_.root() + ": " + removed.text());
+      next_eviction_ = steady_clock::now() + kRetry;
+      break;
+    }
+    const uint64_t bytes = uint64_t{file.size_4k} * 4096;
+    walk_.NoteEvicted(file);
+    changed_ = true;
+    used_ = Minus(used_, bytes);
+    wanted_ = Minus(wanted_, bytes);
+    if (free_ != UINT64_MAX) free_ += bytes;
+    evicted_blocks_.fetch_add(1, std::memory_order_relaxed);
+    evicted_bytes_.fetch_add(bytes, std::memory_order_relaxed);
+    ++evicted;
+  }
+  if (Need() == 0 || used_ == 0) {
+    making_room_ = false;
+    wanted_ = 0;
+  }
+  if (evicted > 0) space_.NoteRoom();
+}
+
+void Collector::Tell() {
+  CollectorState state;
+  state.limits = limits_;
+  state.used = used_;
+  state.files = walk_.files();
+  for (const auto& [instance, writer] : writers_) {
+    if (instance != directory_.instance() && !writer.gone) {
+      state.grants[instance] = writer.granted;
+    }
+  }
+  state.generation = told_.generation;
+  const bool same = state.limits == told_.limits && state.used == told_.used &&
+                    state.grants == told_.grants && state.files == told_.files;
+  if (same && told_.generation > 0) return;
+  ++state.generation;
+  const Status written = WriteState(state);
+  if (!written.ok() && written.code() != CS_NO_SPACE) {
+    Warn("telling other stores what is used: " + written.text());
+  }
+  if (written.ok()) told_ = state;
+}
+
+Result<CollectorState> Collector::ReadState() {
+  const Result<Fd> opened = env_.OpenRead(path_ + "/state", /*direct=*/false);
+  if (!opened.ok()) return opened.status();
+  const FileCloser file(env_, opened.value());
+  std::string text(CollectorState::kMaxSize, '\0');
+  iovec part{text.data(), text.size()};
+  const Result<uint64_t> read = env_.ReadFull(file.get(), {&part, 1}, 0);
+  if (!read.ok()) return read.status();
+  text.resize(static_cast<size_t>(read.value()));
+  const std::optional<CollectorState> state = CollectorState::Parse(text);
+  if (!state.has_value()) return Status(CS_CORRUPT, path_ + "/state isn't a collector's");
+  return *state;
+}
+
+Status Collector::WriteState(const CollectorState& state) {
+  // Only the holder of the lock writes: one name is enough.
+  const std::string temporary = path_ + "/state.new";
+  (void)env_.Unlink(temporary);
+  const Result<Fd> opened = env_.OpenWrite(temporary, /*direct=*/false);
+  if (!opened.ok()) return opened.status();
+  FileCloser file(env_, opened.value());
+  std::string text = state.Format();
+  iovec part{text.data(), text.size()};
+  Status written = env_.WriteFull(file.get(), {&part, 1}, 0);
+  if (written.ok()) written = file.Close();
+  if (written.ok()) written = env_.Rename(temporary, path_ + "/state");
+  if (!written.ok()) (void)env_.Unlink(temporary);
+  return written;
+}
+
+void Collector::Warn(std::string text) {
+  if (text == last_warning_) return;
+  events_.Add(CS_EVENT_WARNING, text);
+  last_warning_ = std::move(text);
+}
+
+void Collector::Close() {
+  const std::unique_lock stepping(stepping_, std::try_to_lock);
+  if (!stepping.owns_lock()) return;
+  if (lock_ && HoldsLock()) {
+    CountChanges();
+    Tell();
+  }
+  StopCollecting();
+}
+
+}  // namespace cachestore
