@@ -3,6 +3,7 @@
 #include "store.h"
 
 #include <algorithm>
+#include <filesystem>
 #include <thread>
 
 #include "fault_env.h"
@@ -53,13 +54,14 @@ TEST(Store, OpenAndCloseLeaveNothing) {
 // An open that fails half-way leaves nothing either.
 TEST(Store, FailedOpenLeavesNothing) {
   const TempDir root;
-  WriteFile(root.path() + "/file", {1});
-  const StoreSetup setup({root.path() + "/good", root.path() + "/file"});
+  std::filesystem::create_directory(root.path() + "/good");
+  std::filesystem::create_directory_symlink(root.path() + "/good", root.path() + "/again");
+  const StoreSetup setup({root.path() + "/good", root.path() + "/again"});
   const size_t threads = ThreadCount();
   const size_t descriptors = DescriptorCount();
   const Result<std::unique_ptr<Store>> opened = setup.Open();
   EXPECT_FALSE(opened.ok());
-  EXPECT_NE(opened.status().text().find(root.path() + "/file"), std::string::npos);
+  EXPECT_NE(opened.status().text().find(root.path() + "/again"), std::string::npos);
   EXPECT_EQ(ThreadCount(), threads);
   EXPECT_EQ(DescriptorCount(), descriptors);
   EXPECT_TRUE(Env::Real().List(root.path() + "/good/identity/tmp").value().empty());

@@ -319,7 +319,8 @@ void Region::Close() {
 }
 
 int Region::RemoveAbandoned(const std::string& directory, const std::string& keep) {
-  const Result<std::vector<std::string>> names = Env::Real().List(directory + "/.");  // may be a link
+  const Result<std::vector<std::string>> names =
+      Env::Real().List(directory + "/.");  // may be a link
   if (!names.ok()) return 0;
   int removed = 0;
   for (const std::string& name : names.value()) {

@@ -132,6 +132,7 @@ void BlockWalk::StepDirectory() {
   if (!whole_ && sum.modified_ns != 0 && sum.modified_ns == modified) return skip(true);
   // Unsure times are not remembered: it is listed again next time.
   listed_modified_ns_ = modified + kUnsureNs < env_.Now() ? modified : 0;
+  ++entries_;
   const Result<std::vector<std::string>> names = env_.List(path);
   if (!names.ok()) {
     const bool gone = names.status().code() == CS_NOT_FOUND;

@@ -222,7 +222,7 @@ Status Directory::MakeTemporaryDirectory() {
     made = env_.MakeDirectories(path);
     if (made.code() == CS_NOT_FOUND) continue;
     if (!made.ok()) return made;
-    if (HoldsLock(path)) return Status::Ok();  // another thread was faster
+    if (HoldsLock(path)) break;  // taken by the step before, or by another thread
     Result<Fd> locked = env_.OpenLocked(path + "/lock", /*create=*/true);
     if (locked.ok()) {
       lock_ = FileCloser(env_, locked.value());
@@ -249,7 +249,8 @@ bool Directory::HoldsLock(const std::string& path) {
 }
 
 Status Directory::Publish(const std::string& temporary, const BlockId& block, uint64_t epoch) {
-  NoticeClear();
+  // Who can't look may have missed a clear.
+  if (Status looked = NoticeClear(); !looked.ok()) return looked;
   if (epoch != this->epoch()) return env_.Unlink(temporary);  // as if before the clear
   const Result<FileInfo> written = env_.Stat(temporary);      // to know it again
   if (!written.ok()) return written.status();
@@ -264,7 +265,12 @@ Status Directory::Publish(const std::string& temporary, const BlockId& block, ui
   }
   // A clear is marked first and moves the blocks then: one that has missed this
   // block is noticed here.
-  if (moved.ok()) NoticeClear();
+  if (moved.ok()) {
+    if (Status looked = NoticeClear(); !looked.ok()) {
+      (void)RemoveSame(path, written.value());
+      return looked;
+    }
+  }
   if (moved.ok() && epoch != this->epoch()) (void)RemoveSame(path, written.value());
   if (moved.ok() || moved.code() == CS_NOT_FOUND) return moved;
   const Result<FileInfo> there = env_.Stat(path);
@@ -299,18 +305,22 @@ Result<uint64_t> Directory::ReadClear() {
   return uint64_t{0};
 }
 
-void Directory::NoticeClear() {
+Status Directory::NoticeClear() {
   for (int tries = 0; tries < kTries; ++tries) {
     const uint64_t before = epoch();
     const Result<uint64_t> latest = ReadClear();
-    if (!latest.ok()) return health_.Note(Health::Call::kRead, latest.status());
+    if (!latest.ok()) {
+      health_.Note(Health::Call::kRead, latest.status());
+      return latest.status();
+    }
     const std::lock_guard lock(clear_mutex_);
-    if (latest.value() == latest_clear_.load()) return;
+    if (latest.value() == latest_clear_.load()) return Status::Ok();
     if (before != epoch()) continue;  // one of ours came between
     latest_clear_.store(latest.value());
     epoch_.fetch_add(1);
-    return;
+    break;
   }
+  return Status::Ok();
 }
 
 Status Directory::MarkClear() {

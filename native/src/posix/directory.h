@@ -85,7 +85,8 @@ class Directory {
   uint64_t epoch() const { return epoch_.load(); }
   // Looks whether another process, or another host, has cleared: what is
   // accepted from now on comes after that.
-  void NoticeClear();
+  // An error: it couldn't look.
+  Status NoticeClear();
   // Of the latest clear that was made or noticed, in this or any process; 0:
   // none.
   uint64_t latest_clear() const { return latest_clear_.load(); }

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "posix/collector.h"
+#include "posix/opening.h"
 #include "posix/use_log.h"
 
 namespace cachestore {
@@ -18,66 +19,6 @@ constexpr std::chrono::milliseconds kIdleTick{1000};
 
 uint64_t Value(const std::atomic<uint64_t>& counter) {
   return counter.load(std::memory_order_relaxed);
-}
-
-// Runs `work` on a thread of its own and waits for it. False: it takes longer,
-// and is left behind with all it holds.
-bool RunWithin(std::chrono::milliseconds patience, const char* name, std::function<void()> work) {
-  Batch batch;
-  batch.blocks.resize(1);
-  const auto request = std::make_shared<Request>(std::move(batch));
-  WorkerPool pool(name, 1, [work = std::move(work)](WorkerPool::Job& job, WorkerPool::Scratch&) {
-    (void)Thrown(work);
-    static_cast<Request*>(job.owner.get())->Finish(0, CS_OK);
-    return false;
-  });
-  if (!pool.Submit({{request, 0}})) return false;
-  const bool done = request->WaitUntil(Request::Clock::now() + patience);
-  (void)pool.Close();
-  (void)pool.Join(done ? kJoinPatience : std::chrono::milliseconds(0));
-  return done;
-}
-
-// On a thread of its own: until a directory is open nothing is known of its
-// filesystem, which may hang.
-Result<std::vector<std::unique_ptr<Directory>>> OpenDirectories(
-    Env& env, const std::shared_ptr<EventRing>& events, const PosixOptions& options) {
-  struct Opening {
-    std::shared_ptr<EventRing> events;
-    std::vector<std::unique_ptr<Directory>> directories;
-    std::atomic<size_t> at{0};
-    Status status{CS_NO_MEMORY, "no memory to open a directory"};
-  };
-  const auto opening = std::make_shared<Opening>();
-  opening->events = events;
-  for (size_t i = 0; i < options.roots.size(); ++i) {
-    const SpaceLimits limits{i < options.capacities.size() ? options.capacities[i] : 0,
-                             options.free_space_reserve, options.high_watermark_percent,
-                             options.low_watermark_percent};
-    opening->directories.push_back(std::make_unique<Directory>(
-        env, *events,
-        DirectoryOptions{options.roots[i], options.identity_name, options.manifest, options.direct,
-                         options.zero_copy, limits}));
-  }
-  const bool done = RunWithin(options.timeout, "cs-open", [opening] {
-    for (const auto& directory : opening->directories) {
-      Status opened = directory->Open();
-      if (!opened.ok()) {
-        for (size_t i = 0; i <= opening->at; ++i) opening->directories[i]->Close();
-        opening->status = std::move(opened);
-        return;
-      }
-      ++opening->at;
-    }
-    opening->status = Status::Ok();
-  });
-  if (!done) {
-    return Status(CS_TIMEOUT, "opening " + options.roots[opening->at] +
-                                  ": the filesystem didn't answer within " +
-                                  std::to_string(options.timeout.count()) + " ms");
-  }
-  if (!opening->status.ok()) return opening->status;
-  return std::move(opening->directories);
 }
 
 template <typename Work>
@@ -105,12 +46,35 @@ struct PosixTier::Core {
   // now notices when it publishes.
   void NoticeClears(bool aside) {
     for (const auto& directory : io->directories()) {
-      if (directory->zero_copy() != aside) (void)Thrown([&] { directory->NoticeClear(); });
+      if (directory->zero_copy() == aside) continue;
+      if (directory->health().use() == Health::Use::kOut) continue;
+      (void)Thrown([&] { (void)directory->NoticeClear(); });
+    }
+  }
+  // Whether lookups and clears may hang.
+  bool GoesAside() const {
+    const auto directories = io->directories();
+    return std::any_of(directories.begin(), directories.end(),
+                       [](const auto& directory) { return !directory->zero_copy(); });
+  }
+  // After Cancel(CS_TIMEOUT): what hangs hangs in the first place that it was sent to.
+  void NoteHung(Request& request, std::span<const BlockId> blocks) {
+    for (const auto& directory : io->directories()) {
+      for (size_t i = 0; i < blocks.size(); ++i) {
+        if (!request.left_behind(i)) continue;
+        const Places places = io->PlacesOf(blocks[i]);
+        if (places.size() == 0 || &places[0] != directory.get()) continue;
+        directory->health().NoteHung();  // once a request
+        break;
+      }
     }
   }
 
   // What upkeep does for a directory; see Upkeep::Tick.
   std::chrono::milliseconds Tick(size_t root, bool last) {
+    Directory& directory = *io->directories()[root];
+    if (!last) ProbeIfDue(directory);
+    if (directory.health().use() == Health::Use::kOut) return kIdleTick;
     Collector* const collector = collectors[root].get();
     // Times first: what is evicted is the oldest.
     const bool now = collector != nullptr && collector->wants_room();
@@ -129,6 +93,22 @@ struct PosixTier::Core {
     }
   }
 
+  void ProbeIfDue(Directory& directory) {
+    if (!directory.health().ProbeIsDue(Health::Clock::now())) return;
+    const bool was_out = directory.health().use() == Health::Use::kOut;
+    directory.Probe();
+    // It may never have been cleaned, and may just have been cleared.
+    if (was_out && directory.health().use() == Health::Use::kFull) {
+      directory.RemoveTrash([this] { return stopping.load(); });
+    }
+  }
+
+  Status Clear(Directory& directory) {
+    if (directory.health().use() != Health::Use::kOut) return directory.MoveBlocksToTrash();
+    directory.OweClear();
+    return {CS_IO, directory.root() + " is out of use: it is cleared before it is used again"};
+  }
+
   // Uses are kept where something is evicted.
   void KeepUses(Env& env, const PosixOptions& options) {
     UseLogOptions kept;
@@ -138,7 +118,9 @@ struct PosixTier::Core {
     }
     kept.interval = options.use_interval;
     const auto root_of = [this](const BlockId& block) {
-      const Directory* const home = &io->DirectoryOf(block);
+      const Places places = io->PlacesOf(block);
+      const Directory* const home =
+          places.size() == 0 ? &io->DirectoryOf(block) : &places[places.size() - 1];
       const auto directories = io->directories();
       return static_cast<size_t>(
           std::find_if(directories.begin(), directories.end(),
@@ -156,7 +138,7 @@ struct PosixTier::Core {
     Code code = CS_OK;
     if (request.tier_data() == nullptr && index == 0) NoticeClears(/*aside=*/true);
     if (request.tier_data() != nullptr) {  // a clear
-      const Status cleared = io->directories()[index]->MoveBlocksToTrash();
+      const Status cleared = Clear(*io->directories()[index]);
       if (!cleared.ok()) events->Add(CS_EVENT_ERROR, "clear: " + cleared.text());
       if (collectors[index] != nullptr) collectors[index]->NoteClear();
       code = cleared.code();
@@ -169,12 +151,16 @@ struct PosixTier::Core {
 
 Result<std::unique_ptr<Tier>> PosixTier::Open(Env& env, std::shared_ptr<EventRing> events,
                                               PosixOptions options) {
-  Result<RecordFormat> format =
-      RecordFormat::Make(options.geometry, options.fingerprint, ReadBootId(env));
+  // Not known: what is stored is always verified.
+  const auto boot = std::make_shared<BootId>();
+  if (!RunWithin(options.timeout, "cs-open", [&env, boot] { *boot = ReadBootId(env); })) {
+    return Status(CS_TIMEOUT, "opening " + options.roots[0] + ": the system didn't answer within " +
+                                  std::to_string(options.timeout.count()) + " ms");
+  }
+  Result<RecordFormat> format = RecordFormat::Make(options.geometry, options.fingerprint, *boot);
   if (!format.ok()) return format.status();
   auto core = std::make_shared<Core>(std::move(events), options.queue_depth);
-  Result<std::vector<std::unique_ptr<Directory>>> directories =
-      OpenDirectories(env, core->events, options);
+  Result<Directories> directories = OpenDirectories(env, core->events, options);
   if (!directories.ok()) return directories.status();
   core->io =
       std::make_unique<ShardIo>(env, *core->events, options.geometry, std::move(format.value()),
@@ -185,8 +171,10 @@ Result<std::unique_ptr<Tier>> PosixTier::Open(Env& env, std::shared_ptr<EventRin
   if (std::any_of(core->collectors.begin(), core->collectors.end(),
                   [](const auto& collector) { return collector != nullptr; })) {
     (void)RunWithin(options.timeout, "cs-open", [core, timeout = options.timeout] {
-      for (const auto& collector : core->collectors) {
-        if (collector != nullptr) collector->Begin(timeout);
+      for (size_t i = 0; i < core->collectors.size(); ++i) {
+        Collector* const collector = core->collectors[i].get();
+        const Health& health = core->io->directories()[i]->health();
+        if (collector != nullptr && health.use() != Health::Use::kOut) collector->Begin(timeout);
       }
     });
   }
@@ -211,20 +199,18 @@ PosixTier::PosixTier(std::shared_ptr<Core> core, const PosixOptions& options)
             return request.left_behind(job.index);
           },
           options.dump_nice),
-      cleaning_pool_("cs-clean", 1,
-                     [core = core_](WorkerPool::Job& job, WorkerPool::Scratch&) {
-                       // What is left over is for the next time.
-                       (void)Thrown([&] {
-                         core->io->directories()[job.index]->RemoveTrash(
-                             [&core] { return core->stopping.load(); });
-                       });
-                       return false;
-                     }),
+      cleaning_pool_(
+          "cs-clean", 1,
+          [core = core_](WorkerPool::Job& job, WorkerPool::Scratch&) {
+            // What is left over is for the next time.
+            Directory& directory = *core->io->directories()[job.index];
+            if (directory.health().use() == Health::Use::kOut) return false;
+            (void)Thrown([&] { directory.RemoveTrash([&core] { return core->stopping.load(); }); });
+            return false;
+          }),
       upkeep_(core_->io->directories().size(),
               [core = core_](size_t root, bool last) { return core->Tick(root, last); }) {
-  const auto directories = core_->io->directories();
-  if (std::any_of(directories.begin(), directories.end(),
-                  [](const auto& directory) { return !directory->zero_copy(); })) {
+  if (core_->GoesAside()) {
     aside_pool_ = std::make_unique<WorkerPool>(
         "cs-lookup", options.load_workers,
         [core = core_](WorkerPool::Job& job, WorkerPool::Scratch&) {
@@ -233,8 +219,8 @@ PosixTier::PosixTier(std::shared_ptr<Core> core, const PosixOptions& options)
           return request.left_behind(job.index);
         });
   }
-  for (size_t i = 0; i < directories.size(); ++i) {
-    directories[i]->space().OnWanted(upkeep_.Waker(i));
+  for (size_t i = 0; i < core_->io->directories().size(); ++i) {
+    core_->io->directories()[i]->space().OnWanted(upkeep_.Waker(i));
   }
   CleanUp();
 }
@@ -243,6 +229,8 @@ PosixTier::~PosixTier() {
   Stop();
   Close();
 }
+
+bool PosixTier::LooksAside() const { return aside_pool_ != nullptr && core_->GoesAside(); }
 
 void PosixTier::CleanUp() {
   for (uint32_t i = 0; i < core_->io->directories().size(); ++i) {
@@ -253,7 +241,7 @@ void PosixTier::CleanUp() {
 
 void PosixTier::Lookup(std::span<const BlockId> blocks, std::span<uint8_t> present) {
   uint64_t hits = 0;
-  if (aside_pool_ == nullptr) {
+  if (!LooksAside()) {
     for (size_t i = 0; i < blocks.size(); ++i) {
       present[i] = core_->io->Exists(blocks[i]) ? 1 : 0;
       hits += present[i];
@@ -272,7 +260,7 @@ void PosixTier::Lookup(std::span<const BlockId> blocks, std::span<uint8_t> prese
 size_t PosixTier::LookupPrefix(std::span<const BlockId> blocks) {
   core_->uses->Chain(blocks);
   size_t length = 0;
-  if (aside_pool_ == nullptr) {
+  if (!LooksAside()) {
     while (length < blocks.size() && core_->io->Exists(blocks[length])) ++length;
   } else {
     const auto deadline = Request::Clock::now() + timeout_;
@@ -314,7 +302,12 @@ void PosixTier::RunAside(const std::shared_ptr<Request>& request,
                          Request::Clock::time_point deadline) {
   if (Submit(*aside_pool_, request).ok() && request->WaitUntil(deadline)) return;
   aside_pool_->Remove(request.get());
-  aside_pool_->NoteStuck(request->Cancel(CS_TIMEOUT));
+  const size_t left_behind = request->Cancel(CS_TIMEOUT);
+  aside_pool_->NoteStuck(left_behind);
+  if (left_behind > 0 && request->tier_data() == nullptr &&
+      Request::Clock::now() - request->created() >= timeout_ / 2) {
+    core_->NoteHung(*request, request->batch().blocks);
+  }
   request->Wait();  // nothing here touches the caller's memory: it has ended
 }
 
@@ -354,7 +347,7 @@ Status PosixTier::Dump(const std::shared_ptr<Request>& request) {
   // Else the first dump after another's clear would be taken for one from before.
   if (!batch.epoch.has_value()) core_->NoticeClears(/*aside=*/false);
   for (const auto& block : writes->blocks) {
-    block->epoch = core_->io->DirectoryOf(batch.blocks[block->shards[0]]).epoch();
+    if (block->directory != nullptr) block->epoch = block->directory->epoch();
   }
   // After the directories' epochs: a later clear is seen there.
   if (batch.epoch.has_value() && *batch.epoch != Epoch()) {
@@ -374,7 +367,12 @@ void PosixTier::Cancel(const std::shared_ptr<Request>& request, Code code) {
   // The jobs of a block of several shards still run, to no effect but for the
   // last one, which removes what was written.
   if (!is_dump || core_->io->geometry().shards() == 1) pool.Remove(request.get());
-  if (left_behind > 0) pool.NoteStuck(left_behind);
+  if (left_behind == 0) return;
+  pool.NoteStuck(left_behind);
+  // A caller who waits for less has learnt nothing about the directory.
+  if (code == CS_TIMEOUT && Request::Clock::now() - request->created() >= timeout_) {
+    core_->NoteHung(*request, request->batch().blocks);
+  }
 }
 
 Status PosixTier::Clear() {
@@ -383,7 +381,7 @@ Status PosixTier::Clear() {
   batch.blocks.resize(directories.size());
   const auto request = std::make_shared<Request>(std::move(batch));
   request->Prepare({}, core_);
-  if (aside_pool_ != nullptr) {
+  if (LooksAside()) {
     RunAside(request, Request::Clock::now() + timeout_);
   } else {
     for (size_t i = 0; i < directories.size(); ++i) core_->RunAside(*request, i);
@@ -421,7 +419,6 @@ void PosixTier::AddStats(cs_stats& stats) const {
   stats.verify_skipped += core_->io->verify_skipped();
   for (size_t i = 0; i < core_->collectors.size(); ++i) {
     Space& space = core_->io->directories()[i]->space();
-    stats.posix_directories_full += space.full() ? 1 : 0;
     const Collector* const collector = core_->collectors[i].get();
     if (collector == nullptr) continue;
     stats.evicted_blocks += collector->evicted_blocks();
@@ -432,6 +429,14 @@ void PosixTier::AddStats(cs_stats& stats) const {
   }
   stats.posix_uses_pending += core_->uses->pending();
   stats.posix_uses_dropped += core_->uses->dropped();
+  for (const auto& directory : core_->io->directories()) {
+    const Health& health = directory->health();
+    stats.posix_directories += 1;
+    stats.posix_directories_out += health.use() == Health::Use::kOut ? 1 : 0;
+    stats.posix_directories_read_only += health.use() == Health::Use::kReadOnly ? 1 : 0;
+    const bool full = health.full() || directory->space().full();
+    stats.posix_directories_full += full ? 1 : 0;
+  }
   stats.stuck_workers +=
       load_pool_.stuck() + dump_pool_.stuck() + (aside_pool_ == nullptr ? 0 : aside_pool_->stuck());
 }
@@ -471,7 +476,12 @@ void PosixTier::Close() {
   // writing is removed by whoever opens the store next.
   if (!all) return;
   const auto close = [core = core_] {
-    for (const auto& directory : core->io->directories()) directory->Close();
+    // One that hangs keeps no other from it.
+    for (const bool out : {false, true}) {
+      for (const auto& directory : core->io->directories()) {
+        if ((directory->health().use() == Health::Use::kOut) == out) directory->Close();
+      }
+    }
   };
   if (aside_pool_ == nullptr) {
     (void)Thrown(close);

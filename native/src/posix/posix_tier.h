@@ -71,6 +71,8 @@ class PosixTier final : public Tier {
   Status Admit(Admission& direction, const std::shared_ptr<Request>& request,
                std::shared_ptr<void> tier_data);
   Status Submit(WorkerPool& pool, const std::shared_ptr<Request>& request);
+  // Lookups and clears go to workers: where a directory may hang, or isn't known yet.
+  bool LooksAside() const;
   uint64_t LookupAside(std::span<const BlockId> blocks, std::span<uint8_t> present,
                        Request::Clock::time_point deadline);
   // Runs a request of lookups or clears to its end or the deadline.

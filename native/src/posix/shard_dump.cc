@@ -27,16 +27,19 @@ Code FailureOf(const Status& written) {
 void ShardIo::Dump(Request& request, size_t shard, WorkerPool::Scratch& scratch) {
   const Batch& batch = request.batch();
   BlockWrite& block = *static_cast<BlockWrites*>(request.tier_data())->block_of[shard];
-  Directory& directory = DirectoryOf(batch.blocks[shard]);
+  Directory* const directory = block.directory;
   const std::span<uint8_t* const> source = batch.tensors_of(shard);
-  const bool direct = directory.direct();
-  const bool zero_copy = directory.zero_copy() && (!direct || IsAligned(source));
+  const bool direct = directory != nullptr && directory->direct();
+  const bool zero_copy =
+      directory != nullptr && directory->zero_copy() && (!direct || IsAligned(source));
   if (request.Begin(shard, zero_copy)) {
     const Code thrown = Thrown([&] {
       if (Exists(batch.blocks[shard])) {
         block.existing.store(true, std::memory_order_relaxed);
-      } else if (HasRoom(directory, block)) {
-        WriteShard(request, shard, directory, block, {direct, zero_copy}, scratch);
+      } else if (directory == nullptr || directory->health().use() != Health::Use::kFull) {
+        SetOnce(block.failure, CS_IO);  // said when it was taken out of use
+      } else if (HasRoom(*directory, block)) {
+        WriteShard(request, shard, *directory, block, {direct, zero_copy}, scratch);
       }
     });
     if (thrown != CS_OK) SetOnce(block.failure, thrown);
@@ -47,12 +50,13 @@ void ShardIo::Dump(Request& request, size_t shard, WorkerPool::Scratch& scratch)
     (void)request.Park(shard);
     return;
   }
-  const Code thrown = Thrown([&] { EndBlock(request, shard, directory, block, scratch); });
+  const Code thrown = Thrown([&] { EndBlock(request, shard, block, scratch); });
   if (thrown != CS_OK) request.FinishAll(block.shards, thrown);
 }
 
 void ShardIo::WriteFailed(Directory& directory, BlockWrite& block, const Status& why) {
   SetOnce(block.failure, FailureOf(why));
+  directory.health().Note(Health::Call::kWrite, why);
   if (why.code() == CS_NO_SPACE) directory.space().NoteFull(file_size_);
   events_.Add(CS_EVENT_WARNING, "dump to " + block.temporary + ": " + why.text());
 }
@@ -140,13 +144,27 @@ Status ShardIo::Write(const Transfer& transfer, BlockWrite& block) {
 
 Result<FileCloser> ShardIo::OpenTemporary(Directory& directory, BlockWrite& block, bool direct) {
   Result<Fd> opened = env_.OpenWrite(block.temporary, direct);
-  if (!opened.ok() && opened.status().code() == CS_NOT_FOUND) {
+  // Not where another shard has had it already: that one's bytes are gone.
+  if (!opened.ok() && opened.status().code() == CS_NOT_FOUND && block.inode.load() == 0) {
     if (Status made = directory.MakeTemporaryDirectory(); !made.ok()) return made;
     opened = env_.OpenWrite(block.temporary, direct);
   }
   if (!opened.ok()) return opened.status();
   block.opened.store(true, std::memory_order_relaxed);
-  return FileCloser(env_, opened.value());
+  FileCloser file(env_, opened.value());
+  if (geometry_.shards() > 1 && !IsTheOnlyTemporary(block, file.get())) {
+    return Status(CS_IO, "it was deleted while it was written");
+  }
+  return file;
+}
+
+// Whether it is the file that the block's other shards are written to.
+bool ShardIo::IsTheOnlyTemporary(BlockWrite& block, Fd file) {
+  const Result<FileInfo> info = env_.StatFd(file);
+  if (!info.ok()) return false;
+  uint64_t known = 0;
+  return block.inode.compare_exchange_strong(known, info.value().inode) ||
+         known == info.value().inode;
 }
 
 void ShardIo::DropDump(Request& request, size_t shard, Code code) {
@@ -160,7 +178,7 @@ void ShardIo::DropDump(Request& request, size_t shard, Code code) {
 }
 
 // The block's last shard decides about the block.
-void ShardIo::EndBlock(Request& request, size_t shard, Directory& directory, BlockWrite& block,
+void ShardIo::EndBlock(Request& request, size_t shard, BlockWrite& block,
                        WorkerPool::Scratch& scratch) {
   const BlockId& id = request.batch().blocks[shard];
   const auto finish = [&](Code code) { return request.FinishAll(block.shards, code); };
@@ -172,6 +190,11 @@ void ShardIo::EndBlock(Request& request, size_t shard, Directory& directory, Blo
     existing_.fetch_sub(shards - finish(CS_OK), std::memory_order_relaxed);
     return;
   }
+  if (block.directory == nullptr) {
+    finish(block.failure.load(std::memory_order_relaxed));
+    return;
+  }
+  Directory& directory = *block.directory;
   if (block.failure.load(std::memory_order_relaxed) == CS_OK && geometry_.shards() > 1) {
     WriteRecord(id, directory, block, scratch);
   }
@@ -192,6 +215,8 @@ void ShardIo::EndBlock(Request& request, size_t shard, Directory& directory, Blo
     return;
   }
   const Status published = directory.Publish(block.temporary, id, block.epoch);
+  directory.health().Note(Health::Call::kWrite, published);
+  if (published.ok()) unreadable_.Remove(id);
   if (!published.ok()) {
     events_.Add(CS_EVENT_WARNING, "publishing a block: " + published.text());
     RemoveTemporary(block);
@@ -220,7 +245,9 @@ void ShardIo::WriteRecord(const BlockId& id, Directory& directory, BlockWrite& b
 }
 
 void ShardIo::RemoveTemporary(const BlockWrite& block) {
-  if (block.opened.load(std::memory_order_relaxed)) (void)env_.Unlink(block.temporary);
+  if (!block.opened.load(std::memory_order_relaxed)) return;
+  // Else it goes with the directory of temporary files.
+  if (block.directory->health().use() != Health::Use::kOut) (void)env_.Unlink(block.temporary);
 }
 
 // The waiter was told that the dump failed while the rename hung: lookups must

@@ -28,7 +28,7 @@ struct BlockIdHash {
 }  // namespace
 
 ShardIo::ShardIo(Env& env, EventRing& events, Geometry geometry, RecordFormat format,
-                 cs_verify verify, std::vector<std::unique_ptr<Directory>> directories)
+                 cs_verify verify, std::vector<std::shared_ptr<Directory>> directories)
     : env_(env),
       events_(events),
       geometry_(std::move(geometry)),
@@ -53,9 +53,35 @@ Directory& ShardIo::DirectoryOf(const BlockId& block) const {
   return *best;
 }
 
+Places ShardIo::PlacesOf(const BlockId& block) const {
+  Places places;
+  Directory& best = DirectoryOf(block);
+  if (best.health().use() == Health::Use::kFull) {
+    places.Add(best);
+    return places;
+  }
+  std::vector<Directory*> order;
+  for (const auto& directory : directories_) order.push_back(directory.get());
+  std::sort(order.begin(), order.end(), [&](const Directory* a, const Directory* b) {
+    return a->Score(block) > b->Score(block);
+  });
+  for (Directory* const directory : order) {
+    const Health::Use use = directory->health().use();
+    if (use != Health::Use::kOut) places.Add(*directory);
+    if (use == Health::Use::kFull) break;
+  }
+  return places;
+}
+
 bool ShardIo::Exists(const BlockId& block) const {
-  const Result<FileInfo> info = env_.Stat(DirectoryOf(block).BlockPath(block));
-  return info.ok() && info.value().is_regular && info.value().size == file_size_;
+  if (unreadable_.Contains(block)) return false;
+  const Places places = PlacesOf(block);
+  for (size_t i = 0; i < places.size(); ++i) {
+    const Result<FileInfo> info = env_.Stat(places[i].BlockPath(block));
+    places[i].health().Note(Health::Call::kRead, info.status());
+    if (info.ok() && info.value().is_regular && info.value().size == file_size_) return true;
+  }
+  return false;
 }
 
 Result<std::shared_ptr<BlockWrites>> ShardIo::PlanDump(const Batch& batch) const {
@@ -70,8 +96,12 @@ Result<std::shared_ptr<BlockWrites>> ShardIo::PlanDump(const Batch& batch) const
     if (block == nullptr || block->shards.size() == shards) {
       plan->blocks.push_back(std::make_unique<BlockWrite>());
       block = plan->blocks.back().get();
-      Directory& directory = DirectoryOf(batch.blocks[i]);
-      block->temporary = directory.NewTemporaryPath();
+      const Places places = PlacesOf(batch.blocks[i]);
+      if (places.size() > 0) {
+        Directory& last = places[places.size() - 1];
+        if (last.health().use() == Health::Use::kFull) block->directory = &last;
+      }
+      if (block->directory != nullptr) block->temporary = block->directory->NewTemporaryPath();
       block->checksums.resize(shards * geometry_.tensor_sizes.size());
       block->remaining.store(shards, std::memory_order_relaxed);
     }

@@ -19,6 +19,7 @@
 #include "posix/directory.h"
 #include "posix/record.h"
 #include "posix/space.h"
+#include "posix/unreadable.h"
 #include "tier/geometry.h"
 #include "tier/request.h"
 
@@ -29,7 +30,8 @@ namespace cachestore {
 struct BlockWrite {
   static constexpr uint64_t kCleared = UINT64_MAX;  // an epoch that never is
 
-  std::vector<size_t> shards;  // where they stand in the request
+  std::vector<size_t> shards;      // where they stand in the request
+  Directory* directory = nullptr;  // where it goes; null: none takes it now
   std::string temporary;
   uint64_t epoch = 0;    // of its directory, when it was accepted
   std::once_flag asked;  // for room, by the first shard that is written
@@ -38,6 +40,7 @@ struct BlockWrite {
   std::atomic<size_t> remaining{0};  // acq_rel: its end makes `checksums` visible
   std::atomic<bool> existing{false};
   std::atomic<bool> opened{false};
+  std::atomic<uint64_t> inode{0};    // of `temporary`, where several shards open it
   std::atomic<Code> failure{CS_OK};  // the first one
 };
 
@@ -47,16 +50,39 @@ struct BlockWrites {
   std::vector<BlockWrite*> block_of;
 };
 
+// The directories that a block may lie in, best first. Nearly always one.
+class Places {
+ public:
+  void Add(Directory& directory) {
+    if (first_ == nullptr) {
+      first_ = &directory;
+    } else {
+      others_.push_back(&directory);
+    }
+  }
+  size_t size() const { return first_ == nullptr ? 0 : 1 + others_.size(); }
+  Directory& operator[](size_t i) const { return i == 0 ? *first_ : *others_[i - 1]; }
+
+ private:
+  Directory* first_ = nullptr;
+  std::vector<Directory*> others_;
+};
+
 class ShardIo {
  public:
   ShardIo(Env& env, EventRing& events, Geometry geometry, RecordFormat format, cs_verify verify,
-          std::vector<std::unique_ptr<Directory>> directories);
+          std::vector<std::shared_ptr<Directory>> directories);
 
   const Geometry& geometry() const { return geometry_; }
-  std::span<const std::unique_ptr<Directory>> directories() const { return directories_; }
+  std::span<const std::shared_ptr<Directory>> directories() const { return directories_; }
+  // The one that wants a block most, whatever it is good for.
   Directory& DirectoryOf(const BlockId& block) const;
+  // Where a block is looked for: up to and with the first directory in full use,
+  // without those out of use.
+  Places PlacesOf(const BlockId& block) const;
 
-  // Whether a whole block file lies there: one system call.
+  // Whether a whole block file lies there: one system call, but where directories
+  // are not in full use.
   bool Exists(const BlockId& block) const;
   // Groups a dump request by block; CS_INVALID unless each has all its shards.
   // No I/O; the epochs are the caller's to note.
@@ -93,7 +119,8 @@ class ShardIo {
   Status ReadChecked(Transfer& transfer, Fd file, const FileInfo& info);
   Status Read(Fd file, const Piece& piece);
   std::vector<Piece> Pieces(const Transfer& transfer, bool with_record) const;
-  void SetAside(Transfer& transfer, const std::string& path, const FileInfo& info,
+  // False: it is still there.
+  bool SetAside(Transfer& transfer, const std::string& path, const FileInfo& info,
                 const std::string& why);
 
   void WriteFailed(Directory& directory, BlockWrite& block, const Status& why);
@@ -104,10 +131,10 @@ class ShardIo {
   Status WriteDirectIfPossible(Directory& directory, bool direct, Attempt write);
   Status Write(const Transfer& transfer, BlockWrite& block);
   Result<FileCloser> OpenTemporary(Directory& directory, BlockWrite& block, bool direct);
-  void EndBlock(Request& request, size_t shard, Directory& directory, BlockWrite& block,
-                WorkerPool::Scratch& scratch);
+  void EndBlock(Request& request, size_t shard, BlockWrite& block, WorkerPool::Scratch& scratch);
   void WriteRecord(const BlockId& id, Directory& directory, BlockWrite& block,
                    WorkerPool::Scratch& scratch);
+  bool IsTheOnlyTemporary(BlockWrite& block, Fd file);
   void RemoveTemporary(const BlockWrite& block);
   bool TakeBack(const std::string& path, const FileInfo& written);
 
@@ -121,7 +148,8 @@ class ShardIo {
   const uint64_t payload_;  // of a shard
   const uint64_t stride_;   // from one shard to the next in a file
   const uint64_t file_size_;
-  const std::vector<std::unique_ptr<Directory>> directories_;
+  const std::vector<std::shared_ptr<Directory>> directories_;
+  Unreadable unreadable_;
   std::atomic<uint64_t> existing_{0};
   std::atomic<uint64_t> sampled_{0};  // loads under CS_VERIFY_SAMPLE
   std::atomic<uint64_t> verify_skipped_{0};

@@ -10,10 +10,12 @@ namespace cachestore {
 
 void ShardIo::Load(Request& request, size_t shard, WorkerPool::Scratch& scratch) {
   const Batch& batch = request.batch();
-  Directory& directory = DirectoryOf(batch.blocks[shard]);
+  const Places places = PlacesOf(batch.blocks[shard]);
   const std::span<uint8_t* const> target = batch.tensors_of(shard);
-  const bool direct = directory.direct();
-  const bool zero_copy = directory.zero_copy() && (!direct || IsAligned(target));
+  bool zero_copy = true;
+  for (size_t i = 0; i < places.size(); ++i) {
+    zero_copy = zero_copy && places[i].zero_copy() && (!places[i].direct() || IsAligned(target));
+  }
   if (!request.Begin(shard, zero_copy)) return;
 
   uint8_t* const small = scratch.small.Get(kRecordSize + kAlignment);
@@ -24,15 +26,21 @@ void ShardIo::Load(Request& request, size_t shard, WorkerPool::Scratch& scratch)
   }
   const std::vector<uint8_t*> bounced =
       zero_copy ? std::vector<uint8_t*>() : Consecutive(geometry_, large);
-  Transfer transfer{directory,
-                    batch.blocks[shard],
-                    batch.shard_indices[shard],
-                    direct,
-                    zero_copy ? target : std::span<uint8_t* const>(bounced),
-                    zero_copy ? small + kRecordSize : large + payload_,
-                    zero_copy ? small : large + stride_};
-
-  const Code code = ReadAndCheck(transfer);
+  // Out of use, all of them, is nothing there.
+  Code code = CS_NOT_FOUND;
+  for (size_t i = 0; i < places.size() && code != CS_OK; ++i) {
+    Transfer transfer{places[i],
+                      batch.blocks[shard],
+                      batch.shard_indices[shard],
+                      places[i].direct(),
+                      zero_copy ? target : std::span<uint8_t* const>(bounced),
+                      zero_copy ? small + kRecordSize : large + payload_,
+                      zero_copy ? small : large + stride_};
+    const Code found = ReadAndCheck(transfer);
+    if (found != CS_NOT_FOUND) code = found;
+  }
+  if (code == CS_IO) unreadable_.Add(batch.blocks[shard]);
+  if (code == CS_OK) unreadable_.Remove(batch.blocks[shard]);
   if (code == CS_OK && !zero_copy) {
     if (!request.StartTouching(shard)) return;
     for (size_t i = 0; i < target.size(); ++i) {
@@ -73,8 +81,10 @@ Code ShardIo::ReadAndCheck(Transfer& transfer) {
     if (outcome.status.ok()) transfer.directory.DisableDirect(refused);
   }
   const Status& status = outcome.status;
+  transfer.directory.health().Note(Health::Call::kRead,
+                                   status.code() == CS_CORRUPT ? Status::Ok() : status);
   if (status.code() == CS_CORRUPT) {
-    SetAside(transfer, path, outcome.file, status.text());
+    if (!SetAside(transfer, path, outcome.file, status.text())) unreadable_.Add(transfer.block);
   } else if (!status.ok() && status.code() != CS_NOT_FOUND) {
     events_.Add(CS_EVENT_WARNING, "load of " + path + ": " + status.text());
   }
@@ -147,7 +157,7 @@ Status ShardIo::Read(Fd file, const Piece& piece) {
   return Status::Ok();
 }
 
-void ShardIo::SetAside(Transfer& transfer, const std::string& path, const FileInfo& info,
+bool ShardIo::SetAside(Transfer& transfer, const std::string& path, const FileInfo& info,
                        const std::string& why) {
   // Not if somebody has just published a new one under this name.
   const Result<FileInfo> there = env_.Stat(path);
@@ -157,6 +167,7 @@ void ShardIo::SetAside(Transfer& transfer, const std::string& path, const FileIn
   if (same && removed.ok()) transfer.directory.space().Remove(info.size);
   events_.Add(CS_EVENT_WARNING, "damaged block " + path + " (" + why + ")" +
                                     (removed.ok() ? " removed" : ": " + removed.text()));
+  return removed.ok();
 }
 
 }  // namespace cachestore

@@ -68,6 +68,7 @@ class Request {
 
   const Batch& batch() const { return batch_; }
   size_t size() const { return batch_.size(); }
+  Clock::time_point created() const { return created_; }
 
   // The tier's, before it queues the first job: `on_shard`, and whatever else
   // it needs to know about the request.
@@ -118,6 +119,7 @@ class Request {
   bool Move(size_t shard, Phase next);
   void End(size_t shard, Code code);
 
+  const Clock::time_point created_ = Clock::now();
   const Batch batch_;
   const std::function<void()> on_done_;
   OnShard on_shard_;

@@ -330,14 +330,15 @@ TEST(Directory, BlocksSpreadEvenlyAndMoveOnlyToANewOne) {
   const auto make = [&](size_t n) {
     std::vector<std::unique_ptr<Directory>> directories;
     for (size_t i = 0; i < n; ++i) {
-      directories.push_back(std::make_unique<Directory>(
-          Env::Real(), events,
-          DirectoryOptions{"/mnt/disk" + std::to_string(i), "id", "", CS_DIRECT_OFF, CS_ZERO_COPY_AUTO}));
+      directories.push_back(
+          std::make_unique<Directory>(Env::Real(), events,
+                                      DirectoryOptions{"/mnt/disk" + std::to_string(i), "id", "",
+                                                       CS_DIRECT_OFF, CS_ZERO_COPY_AUTO}));
     }
     return directories;
   };
-  constexpr size_t kBlocks = 10000;
-  for (size_t n = 2; n <= 6; ++n) {
+  constexpr size_t kBlocks = 100000;
+  for (size_t n = 2; n <= 8; ++n) {
     const auto before = make(n);
     auto reversed = make(n);
     std::reverse(reversed.begin(), reversed.end());
