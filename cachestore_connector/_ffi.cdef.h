@@ -125,6 +125,7 @@ typedef struct {
   uint64_t verify_skipped;
   uint64_t evicted_blocks;
   uint64_t evicted_bytes;
+  uint64_t posix_uses_dropped;
   uint64_t posix_used_bytes;
   uint64_t posix_capacity_bytes;
   uint64_t posix_directories;
@@ -133,7 +134,6 @@ typedef struct {
   uint64_t posix_directories_full;
   uint64_t posix_collecting;
   uint64_t posix_uses_pending;
-  uint64_t posix_uses_dropped;
 } cs_stats;
 
 int cs_open(const cs_config* config, cs_store** out);

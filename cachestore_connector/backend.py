@@ -40,7 +40,7 @@ from .guard import all_false, never_raises
 from .opening import open_store, space
 from .pages import LayoutError, PageLayout, page_layout
 from .prefix_links import PrefixLinks
-from .store import Event, Store
+from .store import GAUGES, Event, Store
 from .throttle import Throttle
 from .transfer_log import TransferLog
 
@@ -222,7 +222,11 @@ class CacheStore(FlatPages, HiCacheStorage):
         if store is not None:
             counters, events = store.close()
             self._log(events)
-            said = ", ".join(f"{name} {value}" for name, value in counters.items() if value)
+            said = ", ".join(
+                f"{name} {value}"
+                for name, value in counters.items()
+                if value and name not in GAUGES
+            )
             logger.info("CacheStore: closed; counted since attach: %s", said or "nothing")
         pool, self._pool = self._pool, None
         if pool is not None:

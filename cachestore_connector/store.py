@@ -22,6 +22,16 @@ _DIRECT: dict[bool | str, int] = {False: 0, True: 1, "required": 2}
 _VERIFY = {"always": 0, "sample": 1, "never": 2}
 _EVENT_TEXT_BYTES = 4096
 
+# Of `Store.counters`: what is so now. All others only grow.
+GAUGES = frozenset({
+    "load_outstanding", "dump_outstanding", "stuck_workers",
+    "cache_slots", "cache_slots_free", "cache_slots_dirty", "cache_slots_loading",
+    "cache_load_queued", "cache_load_running", "cache_dump_queued", "cache_dump_running",
+    "posix_used_bytes", "posix_capacity_bytes", "posix_directories", "posix_directories_out",
+    "posix_directories_read_only", "posix_directories_full", "posix_collecting",
+    "posix_uses_pending",
+})  # fmt: skip
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StoreOptions:

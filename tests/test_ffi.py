@@ -8,7 +8,7 @@ import pytest
 
 from cachestore_connector import _ffi
 from cachestore_connector.errors import Code
-from cachestore_connector.store import StoreOptions
+from cachestore_connector.store import GAUGES, StoreOptions
 
 ROOT = Path(__file__).resolve().parents[1]
 HEADER = ROOT / "native" / "include" / "cachestore" / "c_api.h"
@@ -47,6 +47,24 @@ def test_every_config_field_is_filled_in():
     native = {name for name, _ in _ffi.ffi.typeof("cs_config").fields}
     derived = {"struct_size", "storage_backend_count", "tensor_count"}
     assert native - derived == set(StoreOptions.__dataclass_fields__)
+
+
+def test_gauges_are_what_the_header_says_is_so_now():
+    """Pinned: a field of cs_stats is a gauge where its comment, or its group's, says "now"."""
+    header = HEADER.read_text(encoding="utf-8")
+    fields = header[header.index("uint64_t lookup_blocks;") : header.index("} cs_stats;")]
+    said = set()
+    group = False
+    for line in fields.splitlines():
+        if line.strip().startswith("/*"):
+            group = "Now;" in line
+        name = re.search(r"uint64_t (\w+);(.*)", line)
+        if name and (group or re.search(r"\bnow\b|likewise", name[2])):
+            said.add(name[1])
+    assert (
+        said | {"cache_slots", "dump_outstanding", "cache_dump_queued", "cache_dump_running"}
+        == GAUGES
+    )
 
 
 def test_the_header_is_c(tmp_path):

@@ -75,7 +75,7 @@ typedef enum {
 
 typedef enum {
   CS_VERIFY_ALWAYS = 0,
-  CS_VERIFY_SAMPLE = 1, /* one block in 16, and all that this boot of this host hasn't written */
+  CS_VERIFY_SAMPLE = 1, /* one load in 16, and all that this boot of this host hasn't written */
   CS_VERIFY_NEVER = 2   /* only what this boot of this host hasn't written */
 } cs_verify;
 
@@ -181,8 +181,9 @@ typedef struct {
   uint64_t storage_dumps; /* shards written to it */
   /* Of the files. */
   uint64_t verify_skipped; /* loads whose bytes weren't checked */
-  uint64_t evicted_blocks; /* by this store: one of those on a directory evicts */
+  uint64_t evicted_blocks; /* by this store: one of those that have a directory open evicts */
   uint64_t evicted_bytes;
+  uint64_t posix_uses_dropped; /* uses of blocks that were never noted in the files' times */
   /* Now; of all identities, processes and hosts; of directories with a limit. */
   uint64_t posix_used_bytes;
   uint64_t posix_capacity_bytes;
@@ -191,8 +192,7 @@ typedef struct {
   uint64_t posix_directories_read_only; /* now only read from */
   uint64_t posix_directories_full;      /* now without room */
   uint64_t posix_collecting;            /* now: directories that this store evicts from */
-  uint64_t posix_uses_pending;          /* now: uses of blocks not yet noted in the files' times */
-  uint64_t posix_uses_dropped;          /* uses that never were */
+  uint64_t posix_uses_pending;          /* now: uses not noted yet */
 } cs_stats;
 
 /* Opens a store. On failure *out is null. Creates the directories it needs. */

@@ -1,7 +1,7 @@
 // Unreadable: blocks that are there and couldn't be read. Lookups say of them that
 // they aren't, so that a doomed load isn't tried for ever, until a dump has stored
-// them anew or they could be read after all. Bounded: the oldest is forgotten. Thread-safe; while
-// there are none, looking is one load.
+// them anew or they could be read after all. Bounded: the oldest is forgotten.
+// Thread-safe; while there are none, looking is one load.
 #ifndef CACHESTORE_POSIX_UNREADABLE_H_
 #define CACHESTORE_POSIX_UNREADABLE_H_
 
