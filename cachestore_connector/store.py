@@ -22,7 +22,7 @@ _DIRECT: dict[bool | str, int] = {False: 0, True: 1, "required": 2}
 _VERIFY = {"always": 0, "sample": 1, "never": 2}
 _EVENT_TEXT_BYTES = 4096
 
-# Of `Store.counters`: what is so now. All others only grow.
+# Of `Store.stats`: what is so now. All others only grow.
 GAUGES = frozenset({
     "load_outstanding", "dump_outstanding", "stuck_workers",
     "cache_slots", "cache_slots_free", "cache_slots_dirty", "cache_slots_loading",

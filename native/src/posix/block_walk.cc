@@ -1,6 +1,7 @@
 #include "posix/block_walk.h"
 
 #include <algorithm>
+#include <cerrno>
 #include <utility>
 
 #include "posix/block_path.h"
@@ -96,6 +97,8 @@ void BlockWalk::StepIdentity() {
   if (info.ok() && !info.value().is_directory) return EndIdentity();
   const Result<std::vector<std::string>> names = env_.List(path + "/blocks");
   if (!names.ok()) {
+    // Of another user: neither counted nor evicted.
+    if (names.status().error() == EACCES) return EndIdentity();
     if (names.status().code() == CS_NOT_FOUND) return EndIdentity();
     // It can't be looked at now; what it had still counts.
     Note(names.status());
@@ -168,6 +171,10 @@ void BlockWalk::StepFile() {
   names_.pop_back();
   ++entries_;
   const Result<FileInfo> info = env_.Stat(PathOf(file));
+  if (!info.ok() && info.status().code() != CS_NOT_FOUND) {
+    Note(info.status());
+    listed_modified_ns_ = 0;
+  }
   if (!info.ok() || !info.value().is_regular) return;
   file.used_ns = info.value().modified_ns;
   file.size_4k = In4K(info.value().size);

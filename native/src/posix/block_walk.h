@@ -30,6 +30,7 @@ class BlockWalk {
   void Start(bool whole, Oldest* oldest);
   // Goes on with it for about `entries` system calls. True: the pass has ended.
   bool Step(size_t entries);
+  void Stop() { stage_ = Stage::kEnded; }
   bool running() const { return stage_ != Stage::kEnded; }
   // Of the pass that has ended: why something couldn't be looked at.
   const Status& status() const { return status_; }

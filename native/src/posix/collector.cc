@@ -1,6 +1,7 @@
 #include "posix/collector.h"
 
 #include <algorithm>
+#include <cerrno>
 #include <thread>
 #include <utility>
 
@@ -38,7 +39,8 @@ milliseconds Collector::Step(bool times_are_written) {
   if (!Collecting()) {
     Follow();
     MeasureRoom();
-    return kQuiet;
+    // What is wanted is the collector's to find; it may be granted soon.
+    return std::exchange(wanted_, 0) > 0 ? 2 * kBusy : kQuiet;
   }
   CountChanges();
   Look();
@@ -46,16 +48,20 @@ milliseconds Collector::Step(bool times_are_written) {
   // What is oldest is known when every use is noted, so first of all this is asked for.
   if (times_are_written && wants_room()) Evict();
   wants_room_.store(Need() > 0, std::memory_order_relaxed);
-  space_.Know(used_, Grant(), writers_[directory_.instance()].changes);
+  const SpaceChanges ours = writers_[directory_.instance()].changes;
+  granted_to_others_ = Grant();
+  space_.Know(used_, granted_to_others_, ours);
+  const uint64_t told = told_.generation;
   Tell();
   if (walk_.running() || (Need() > 0 && steady_clock::now() >= next_eviction_)) return kBusy;
   const auto pause = std::chrono::ceil<milliseconds>(next_look_ - steady_clock::now());
-  return std::clamp(pause, kBusy, kQuiet);
+  // While others add, they wait for what they are granted.
+  return std::clamp(pause, kBusy, told_.generation == told ? kQuiet : 2 * kBusy);
 }
 
 // Whether this store collects, taking the part up if nobody else has it.
 bool Collector::Collecting() {
-  if (lock_ && HoldsLock()) return true;
+  if (lockless_ || (lock_ && HoldsLock())) return true;
   if (lock_) {
     Warn("the lock of " + path_ + " was removed: this store no longer collects there");
     StopCollecting();
@@ -63,7 +69,7 @@ bool Collector::Collecting() {
   if (steady_clock::now() < next_try_) return false;
   next_try_ = steady_clock::now() + kRetry;
   TryToCollect();
-  return static_cast<bool>(lock_);
+  return lockless_ || lock_;
 }
 
 void Collector::TryToCollect() {
@@ -73,15 +79,24 @@ void Collector::TryToCollect() {
   Result<Fd> locked = env_.OpenLocked(path_ + "/lock", /*create=*/true);
   if (!locked.ok()) {
     if (locked.status().code() == CS_REFUSED) return;  // somebody collects
-    return Warn("nothing is evicted from " + directory_.root() +
-                " by this store: " + locked.status().text());
+    const int error = locked.status().error();
+    lockless_ = error == ENOLCK || error == ENOSYS || error == EOPNOTSUPP;
+    if (!lockless_)
+      return Warn("nothing is evicted from " + directory_.root() +
+                  " by this store: " + locked.status().text());
   }
-  lock_ = FileCloser(env_, locked.value());
-  if (!HoldsLock()) return StopCollecting();  // removed meanwhile
+  if (!lockless_) {
+    lock_ = FileCloser(env_, locked.value());
+    if (!HoldsLock()) return StopCollecting();  // removed meanwhile
+  }
   // Until the first pass has ended, what the collector before had written.
   const Result<CollectorState> before = ReadState();
   known_ = false;
-  used_ = before.ok() ? before.value().used : 0;
+  used_ = before.ok() ? before.value().used : limits_.capacity;
+  wanted_ = 0;
+  making_room_ = false;
+  first_count_ = before.ok();
+  walk_.Stop();
   told_ = before.ok() ? before.value() : CollectorState{};
   writers_.clear();
   // What the collector before had granted may be used.
@@ -105,8 +120,13 @@ void Collector::Begin(milliseconds patience) {
 bool Collector::HoldsLock() {
   const Result<FileInfo> ours = env_.StatFd(lock_.get());
   const Result<FileInfo> there = env_.Stat(path_ + "/lock");
-  return ours.ok() && there.ok() && ours.value().device == there.value().device &&
-         ours.value().inode == there.value().inode;
+  if (!ours.ok() || !there.ok()) return there.status().code() != CS_NOT_FOUND;
+  return ours.value().device == there.value().device && ours.value().inode == there.value().inode;
+}
+
+void Collector::Release() {
+  const std::unique_lock stepping(stepping_, std::try_to_lock);
+  if (stepping.owns_lock()) StopCollecting();
 }
 
 void Collector::StopCollecting() {
@@ -126,6 +146,11 @@ void Collector::Follow() {
     const auto grant = state.grants.find(directory_.instance());
     granted_ = grant != state.grants.end() || state.limits.capacity == 0;
     uint64_t granted = grant == state.grants.end() ? 0 : grant->second;
+    if (!granted_) {
+      // It may have been deleted, so that the collector can't see this store.
+      (void)directory_.MakeTemporaryDirectory();
+      written_ = {};
+    }
     if (state.limits.capacity == 0) granted = UINT64_MAX / 2;
     space_.KnowGrant(state.used, granted, changes);
   }
@@ -159,30 +184,62 @@ void Collector::CountChanges() {
     }
     return at->second;
   };
-  CountChangesOf(writer_of(directory_.instance()), space_.changes());
+  const auto count = [&](const std::string& instance, const SpaceChanges& now) {
+    Writer& writer = writer_of(instance);
+    // What it had added before is in what the collector before had known.
+    if (first_count_) writer.changes = now;
+    CountChangesOf(writer, now);
+  };
+  count(directory_.instance(), space_.changes());
   for (const std::string& identity : identities.value()) {
     if (identity.starts_with('.') || identity == "collector") continue;
+    if (NoticeClears(identity)) look_.store(true, std::memory_order_relaxed);
     const std::string tmp = root + "/" + identity + "/tmp";
     const Result<std::vector<std::string>> names = env_.List(tmp);
-    if (!names.ok()) continue;
+    if (!names.ok()) {
+      // Whoever writes there can't be told apart, so nobody is forgotten.
+      if (names.status().code() != CS_NOT_FOUND && names.status().error() != EACCES) return;
+      continue;
+    }
     for (const std::string& name : names.value()) {
       if (name == directory_.instance()) continue;
       const std::string lock = tmp + "/" + name + "/lock";
       const Result<Fd> opened = env_.OpenRead(lock, /*direct=*/false);
-      if (!opened.ok()) continue;
+      if (!opened.ok()) {
+        if (opened.status().code() != CS_NOT_FOUND) (void)writer_of(name);
+        continue;
+      }
       const FileCloser file(env_, opened.value());
       uint8_t bytes[kSpaceChangesSize] = {};
       iovec part{bytes, sizeof bytes};
       const Result<uint64_t> read = env_.ReadFull(file.get(), {&part, 1}, 0);
-      if (!read.ok()) continue;
       Writer& writer = writer_of(name);
+      if (!read.ok()) continue;
       const auto changes = DecodeSpaceChanges({bytes, static_cast<size_t>(read.value())});
       // One that hasn't said anything yet is a writer all the same.
-      if (changes.has_value()) CountChangesOf(writer, *changes);
+      if (changes.has_value()) count(name, *changes);
       ProbeWriter(writer, lock);
     }
   }
+  // One that has gone may have added all that it was granted.
+  for (const auto& [instance, writer] : writers_) {
+    const auto now = seen.find(instance);
+    const bool left = now == seen.end() ? !writer.gone : now->second.gone && !writer.gone;
+    if (!left || instance == directory_.instance()) continue;
+    const uint64_t unsaid = Minus(writer.granted, writer.changes.added);
+    used_ += unsaid;
+    added_in_pass_ += unsaid;
+    look_.store(true, std::memory_order_relaxed);
+  }
   writers_ = std::move(seen);
+  first_count_ = false;
+}
+
+bool Collector::NoticeClears(const std::string& identity) {
+  const Result<FileInfo> mark = env_.Stat(directory_.root() + "/" + identity + "/cleared");
+  const uint64_t latest = mark.ok() ? mark.value().modified_ns ^ mark.value().inode : 0;
+  uint64_t& known = clears_[identity];
+  return std::exchange(known, latest) != latest;
 }
 
 void Collector::CountChangesOf(Writer& writer, const SpaceChanges& now) {
@@ -220,7 +277,10 @@ uint64_t Collector::Grant() {
   for (const auto& [instance, writer] : writers_) {
     if (instance != directory_.instance()) granted += left(writer);
   }
-  const uint64_t share = Minus(limits_.capacity, used_) / (2 * writers_.size());
+  // Idle writers keep theirs: all of them together fit above the high watermark.
+  const uint64_t share =
+      std::min(Minus(limits_.capacity, used_) / (2 * writers_.size()),
+               Minus(limits_.capacity, limits_.high()) / writers_.size() + 4 * walk_.largest());
   for (auto& [instance, writer] : writers_) {
     if (instance == directory_.instance() || writer.gone || left(writer) > share / 2) continue;
     const uint64_t more = std::min(share - left(writer), Minus(limits_.capacity, used_ + granted));
@@ -249,9 +309,11 @@ void Collector::Look() {
 void Collector::EndPass() {
   if (!walk_.status().ok()) {
     Warn("looking at " + directory_.root() + ": " + walk_.status().text());
-  } else {
-    last_warning_.clear();
+    used_ = std::max(used_, walk_.bytes());
+    next_look_ = steady_clock::now() + kRetry;
+    return;
   }
+  last_warning_.clear();
   // What was added meanwhile may have been seen, or not.
   used_ = std::clamp(used_, walk_.bytes(), walk_.bytes() + added_in_pass_);
   known_ = true;
@@ -275,13 +337,16 @@ void Collector::MeasureRoom() {
 // With more than that, a writer may find no room for its next block.
 uint64_t Collector::AlmostFull() const {
   const uint64_t writers = writers_.size();
-  const uint64_t blocks = writers > 1 ? 8 * writers : 1;
-  return std::max(limits_.capacity / 2, Minus(limits_.capacity, walk_.largest() * blocks));
+  const uint64_t blocks = writers > 1 ? 4 * writers : 1;
+  const uint64_t taken = granted_to_others_ + walk_.largest() * blocks;
+  return std::max(limits_.capacity / 4, Minus(limits_.capacity, taken));
 }
 
 // How many bytes are to go.
 uint64_t Collector::Need() const {
-  uint64_t need = wanted_;
+  if (!known_) return 0;
+  // For a burst of dumps that may never come back no more than a part goes.
+  uint64_t need = std::min(wanted_, std::max(used_ / 32, 64 * walk_.largest()));
   if (making_room_) {
     if (limits_.capacity > 0) {
       need = std::max(need, Minus(used_, std::min(limits_.low(), AlmostFull())));

@@ -53,6 +53,8 @@ class Collector {
   void Begin(std::chrono::milliseconds patience);
   // The blocks of an identity have gone: look now.
   void NoteClear() { look_.store(true, std::memory_order_relaxed); }
+  // Lets another store collect: this one can't at present.
+  void Release();
   // Writes down what is known, and lets another store collect.
   void Close();
 
@@ -72,6 +74,7 @@ class Collector {
   void TryToCollect();
   bool HoldsLock();
   void StopCollecting();
+  bool NoticeClears(const std::string& identity);
   // Of a store that doesn't collect.
   void Follow();
   void CompareLimits(const SpaceLimits& theirs);
@@ -106,6 +109,7 @@ class Collector {
 
   std::mutex stepping_;  // guards all below; held across I/O, so it is only ever tried
   FileCloser lock_;
+  bool lockless_ = false;  // the filesystem has no locks: every store collects
   std::chrono::steady_clock::time_point next_try_{};
   std::string last_warning_;
   bool compared_ = false;  // the limits, with the present collector's
@@ -124,10 +128,13 @@ class Collector {
   uint64_t used_ = 0;
   uint64_t added_in_pass_ = 0;
   std::chrono::steady_clock::time_point next_look_{};
-  std::map<std::string, Writer> writers_;  // all open stores, by the name of their directory
-  bool making_room_ = false;               // between the watermarks
-  uint64_t wanted_ = 0;                    // bytes that dumps lacked
-  uint64_t free_ = UINT64_MAX;             // on the filesystem
+  std::map<std::string, Writer> writers_;   // all open stores, by the name of their directory
+  uint64_t granted_to_others_ = 0;          // and not used yet
+  bool first_count_ = false;                // since this store collects
+  std::map<std::string, uint64_t> clears_;  // the mark of each identity's latest
+  bool making_room_ = false;                // between the watermarks
+  uint64_t wanted_ = 0;                     // bytes that dumps lacked
+  uint64_t free_ = UINT64_MAX;              // on the filesystem
   CollectorState told_;
 };
 

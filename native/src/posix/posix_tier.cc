@@ -36,6 +36,7 @@ struct PosixTier::Core {
   std::unique_ptr<ShardIo> io;
   std::unique_ptr<UseLog> uses;
   std::vector<std::unique_ptr<Collector>> collectors;  // of directories; null: no limits
+  std::vector<Request::Clock::time_point> stepped;     // each its upkeep thread's own
   Admission load;
   Admission dump;
   std::atomic<uint64_t> lookups{0};
@@ -74,13 +75,25 @@ struct PosixTier::Core {
   std::chrono::milliseconds Tick(size_t root, bool last) {
     Directory& directory = *io->directories()[root];
     if (!last) ProbeIfDue(directory);
-    if (directory.health().use() == Health::Use::kOut) return kIdleTick;
     Collector* const collector = collectors[root].get();
+    if (directory.health().use() == Health::Use::kOut) {
+      if (collector != nullptr) collector->Release();
+      return kIdleTick;
+    }
     // Times first: what is evicted is the oldest.
     const bool now = collector != nullptr && collector->wants_room();
     const std::chrono::milliseconds pause = std::min(uses->Flush(root, last, now), kIdleTick);
     if (collector == nullptr) return pause;
-    if (!last) return std::min(pause, collector->Step(pause.count() > 0));
+    if (!last) {
+      // However often it is woken.
+      const auto since = Request::Clock::now() - stepped[root];
+      if (since < Collector::kBusy) {
+        const auto rest = std::chrono::ceil<std::chrono::milliseconds>(Collector::kBusy - since);
+        return std::min(std::max(pause, std::chrono::milliseconds(1)), rest);
+      }
+      stepped[root] = Request::Clock::now();
+      return std::min(pause, collector->Step(pause.count() > 0));
+    }
     collector->Close();
     return pause;
   }
@@ -91,6 +104,7 @@ struct PosixTier::Core {
       collectors.push_back(limited ? std::make_unique<Collector>(env, *events, *directory)
                                    : nullptr);
     }
+    stepped.resize(collectors.size());
   }
 
   void ProbeIfDue(Directory& directory) {
@@ -106,6 +120,8 @@ struct PosixTier::Core {
   Status Clear(Directory& directory) {
     if (directory.health().use() != Health::Use::kOut) return directory.MoveBlocksToTrash();
     directory.OweClear();
+    // Brought back meanwhile.
+    if (directory.health().use() != Health::Use::kOut) return directory.MoveBlocksToTrash();
     return {CS_IO, directory.root() + " is out of use: it is cleared before it is used again"};
   }
 

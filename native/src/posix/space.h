@@ -50,7 +50,8 @@ struct SpaceChanges {
 class Space {
  public:
   // `wake`: called when room is wanted; cheap, and calls nothing here.
-  explicit Space(const SpaceLimits& limits) : limits_(limits) {}
+  explicit Space(const SpaceLimits& limits)
+      : limits_(limits), grant_(limits.capacity > 0 ? 0 : UINT64_MAX) {}
   void OnWanted(std::function<void()> wake) { wake_ = std::move(wake); }  // before the first dump
 
   const SpaceLimits& limits() const { return limits_; }
@@ -95,8 +96,8 @@ class Space {
   uint64_t reserved_ = 0;  // being written
   uint64_t wanted_ = 0;
   uint64_t known_used_ = 0;
-  uint64_t granted_ = 0;         // to others
-  uint64_t grant_ = UINT64_MAX;  // to this one; UINT64_MAX: it collects
+  uint64_t granted_ = 0;  // to others
+  uint64_t grant_;        // to this one; UINT64_MAX: it collects
   SpaceChanges known_when_;
   uint64_t known_free_ = UINT64_MAX;  // UINT64_MAX: not known
   SpaceChanges free_when_;

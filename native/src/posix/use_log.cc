@@ -249,7 +249,8 @@ UseLog::Milliseconds UseLog::Flush(size_t index, bool last, bool now) {
     root.piece.clear();
   }
   if (!root.piece.empty()) return Milliseconds(0);
-  return std::max(std::chrono::ceil<Milliseconds>(root.due - Clock::now()), Milliseconds(0));
+  // Not 0, which says that there is more.
+  return std::max(std::chrono::ceil<Milliseconds>(root.due - Clock::now()), Milliseconds(1));
 }
 
 // Written from the latest to the oldest: a prefix is never older than its tail.

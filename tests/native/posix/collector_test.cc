@@ -236,6 +236,30 @@ TEST(Capacity, IsOneForAllProcesses) {
   }));
 }
 
+// Stores that never write hold grants: the one that does gets room all the same.
+TEST(Capacity, IdleStoresStopNobody) {
+  TempDir root;
+  const StoreSetup setup = SetupOf(root.path(), 64);
+  auto collecting = OpenOrFail(setup);
+  ASSERT_TRUE(collecting != nullptr && Collects(*collecting));
+  auto idle = OpenOrFail(setup);
+  auto other = OpenOrFail(setup);
+  auto writing = OpenOrFail(setup);
+  ASSERT_TRUE(idle != nullptr && other != nullptr && writing != nullptr);
+  uint64_t next = 0;
+  size_t stored = 0;
+  EXPECT_TRUE(Eventually([&] {
+    stored += Dump(*writing, setup, next, 8);
+    next += 8;
+    return stored > 100;
+  }));
+  EXPECT_TRUE(StatsOf(*collecting).evicted_blocks > 0);
+  EXPECT_TRUE(BlockFiles(root.path()) <= 64);
+  // Its directory is deleted under it: the collector must learn of it again.
+  fs::remove_all(root.path() + "/identity");
+  EXPECT_TRUE(Eventually([&] { return Dump(*writing, setup, next += 8, 8) > 0; }));
+}
+
 TEST(Collector, IsTakenOverFromAKilledProcess) {
   TempDir root;
   const StoreSetup setup = SetupOf(root.path(), 40);
