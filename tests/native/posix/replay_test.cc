@@ -79,7 +79,7 @@ class Replay {
     options.roots = {dir_.path()};
     options.identity_name = "replay";
     options.manifest = "{}";
-    options.geometry = {{sizeof page_}, sizeof page_, sizeof page_};
+    options.geometry = {{kPage}, kPage, kPage};
     options.load_workers = options.dump_workers = 2;
     options.queue_depth = kMostBlocks;
     options.use_interval = std::chrono::milliseconds(1);
@@ -107,6 +107,8 @@ class Replay {
   }
 
  private:
+  static constexpr size_t kPage = 4096;
+
   static std::vector<BlockId> Ids(const Blocks& numbers) {
     std::vector<BlockId> ids;
     for (const uint64_t number : numbers) ids.push_back(IdOf(number));
@@ -119,7 +121,7 @@ class Replay {
     batch.tensors = 1;
     batch.blocks.assign(ids.begin(), ids.end());
     batch.shard_indices.assign(ids.size(), 0);
-    batch.addresses.assign(ids.size(), page_);
+    for (size_t i = 0; i < ids.size(); ++i) batch.addresses.push_back(pages_.data() + i * kPage);
     if (parent != nullptr) batch.parent = *parent;
     const auto request = std::make_shared<Request>(std::move(batch));
     ASSERT_OK((tier_.get()->*start)(request));
@@ -136,7 +138,7 @@ class Replay {
 
   const TempDir dir_;
   const uint64_t most_;
-  alignas(64) uint8_t page_[4096] = {};
+  std::vector<uint8_t> pages_ = std::vector<uint8_t>(kMostBlocks * kPage);
   std::unique_ptr<Tier> tier_;
 };
 
