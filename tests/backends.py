@@ -1,5 +1,6 @@
-"""What SGLang hands a backend: its storage config, and page keys."""
+"""What SGLang hands a backend: its storage config, and page keys; what then lies on disk."""
 
+import os
 import time
 from pathlib import Path
 
@@ -47,3 +48,13 @@ def counters_become(backends, timeout=10, **wanted):
             assert sums == wanted
             return
         time.sleep(0.005)
+
+
+def blocks(root):
+    """The block files below a directory, but for cleared ones, which vanish behind our back."""
+    found = []
+    for directory, inside, files in os.walk(root):
+        inside[:] = [name for name in inside if name not in ("trash", "tmp")]
+        if Path(directory).parent.name == "blocks":
+            found += [Path(directory, name) for name in files]
+    return sorted(found)

@@ -4,7 +4,6 @@ import json
 import logging
 import os
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,15 +11,11 @@ from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
 import host_pools
-from backends import keys
+from backends import blocks, keys
 from cachestore_connector.errors import ConfigError
 from host_pools import FLAT_LAYOUTS
 
 MAKE = {"mha": host_pools.mha_pool, "mla": host_pools.mla_pool}
-
-
-def blocks(root):
-    return sorted(Path(root).rglob("blocks/*/*"))
 
 
 @pytest.mark.parametrize("layout", FLAT_LAYOUTS)

@@ -3,14 +3,13 @@
 import logging
 import os
 import threading
-from pathlib import Path
 
 import pytest
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo
 
 import host_pools
-from backends import counters_become, keys
+from backends import blocks, counters_become, keys
 from cachestore_connector.errors import Code, ConfigError, StoreError
 from cachestore_connector.store import Store
 
@@ -33,10 +32,6 @@ def rank(attach):
 
 def regions(tmp_path):
     return sorted(tmp_path.glob("cachestore-region-*"))
-
-
-def blocks(root):
-    return sorted(Path(root).rglob("blocks/*/*"))
 
 
 def same(source, there, target, here):
