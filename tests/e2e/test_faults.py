@@ -4,6 +4,7 @@ import contextlib
 import os
 import shutil
 import subprocess
+import time
 
 import pytest
 
@@ -65,6 +66,12 @@ def test_read_only_storage(
                 assert len(storage.blocks()) == PAGES
                 assert any("Read-only file system" in line for line in log())
                 assert any("pages: " in line and " IO" in line for line in log())
+            # It is probed every few seconds; the log says so with the next request.
+            for _ in range(30):
+                restored(server, old, STORED, cold)
+                if any("in full use again" in line for line in log()):
+                    break
+                time.sleep(1)
             restored(server, new, 0, expected)
             storage.wait(2 * PAGES)
             restored(server, new, STORED, expected)

@@ -12,8 +12,9 @@ PAGES = 10
 
 
 def differences(one, other):
-    """The fields in which two manifests differ."""
-    return {name for name in one.keys() | other.keys() if one.get(name) != other.get(name)}
+    """The fields of the identity in which two manifests differ."""
+    names = (one.keys() | other.keys()) - {"store"}  # what follows from the fields
+    return {name for name in names if one.get(name) != other.get(name)}
 
 
 def keep(llama_server, attached, storage, ids, computed, **settings):
