@@ -275,14 +275,17 @@ class TwoProcesses(RuleBasedStateMachine):
     @rule()
     def delete_temporaries(self):
         """But for the locks, which are how a writer says that it lives."""
-        for path in self.root.glob("store/*/tmp/*/*"):
-            if path.name != "lock":
-                path.unlink(missing_ok=True)  # or published just now
+        for directory in self.root.glob("store/*/tmp/*"):
+            with contextlib.suppress(FileNotFoundError):  # reclaimed just now
+                for path in directory.iterdir():
+                    if path.name != "lock":
+                        path.unlink(missing_ok=True)  # or published just now
 
     @rule(number=block, another=block, then=nobody_or_users)
     def put_another_block_in_its_place(self, number, another, then):
         self.dump(0, [another], 1)
-        if number != another and self.path(another).exists():
+        # What lies at ``another`` may be of ``number``: then this would mend it.
+        if number != another and another not in self.unsure and self.path(another).exists():
             self.path(number).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             with contextlib.suppress(FileNotFoundError):  # evicted just now
                 shutil.copyfile(self.path(another), self.path(number))
@@ -314,13 +317,13 @@ class TwoProcesses(RuleBasedStateMachine):
     def both_close_and_all_is_as_it_was(self):
         for user in self.users:
             user.close()
-        # What a killed one left goes behind the next one's back, or with the one after.
-        left = f"store/{self.options.identity_name}/tmp/*/*"
-        for _ in range(20):
-            if not list(self.root.glob(left)):
-                break
-            Store(self.options).close()
-            time.sleep(0.1)
+        # What a killed one left goes behind the back of the next one.
+        left = f"store/{self.options.identity_name}/tmp/*"
+        store = Store(self.options)
+        deadline = time.monotonic() + 20
+        while len(list(self.root.glob(left))) > 1 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        store.close()
         assert not list(self.root.glob(left))
         self.users[0].open(self.options)
         self.load(0, list(BLOCKS))

@@ -1,6 +1,7 @@
 """Attaching, detaching and clearing over HTTP, on a live server."""
 
 import collections
+import contextlib
 import os
 from pathlib import Path
 
@@ -23,7 +24,8 @@ def descriptors(pid):
     """What the descriptors of a process lead to, sockets and pipes by kind."""
     targets = []
     for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-        targets.append(os.readlink(descriptor).split(":[")[0])
+        with contextlib.suppress(FileNotFoundError):  # closed since it was listed
+            targets.append(os.readlink(descriptor).split(":[")[0])
     return collections.Counter(targets)
 
 
