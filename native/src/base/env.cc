@@ -248,6 +248,44 @@ Env& Env::Real() {
   return *env;
 }
 
+Result<std::string> Env::ReadText(const std::string& path, size_t limit) {
+  const Result<Fd> opened = OpenRead(path, /*direct=*/false);
+  if (!opened.ok()) return opened.status();
+  const FileCloser file(*this, opened.value());
+  std::string text(limit, '\0');
+  iovec part{text.data(), text.size()};
+  const Result<uint64_t> read = ReadFull(file.get(), {&part, 1}, 0);
+  if (!read.ok()) return read.status();
+  text.resize(static_cast<size_t>(read.value()));
+  return text;
+}
+
+Status Env::WriteText(const std::string& path, std::string text) {
+  const Result<Fd> opened = OpenWrite(path, /*direct=*/false);
+  if (!opened.ok()) return opened.status();
+  FileCloser file(*this, opened.value());
+  iovec part{text.data(), text.size()};
+  const Status written = text.empty() ? Status::Ok() : WriteFull(file.get(), {&part, 1}, 0);
+  return written.ok() ? file.Close() : written;
+}
+
+Status Env::ReplaceFile(const std::string& temporary, const std::string& path, std::string text) {
+  Status written = WriteText(temporary, std::move(text));
+  if (written.code() == CS_NOT_FOUND) return written;  // there is no directory for it
+  if (written.ok()) written = Rename(temporary, path);
+  if (!written.ok()) (void)Unlink(temporary);
+  return written;
+}
+
+Result<bool> Env::Names(const std::string& path, Fd fd) {
+  const Result<FileInfo> open = StatFd(fd);
+  if (!open.ok()) return open.status();
+  const Result<FileInfo> there = Stat(path);
+  if (there.status().code() == CS_NOT_FOUND) return false;
+  if (!there.ok()) return there.status();
+  return there.value().IsSameFile(open.value());
+}
+
 Status Env::MakeDirectories(const std::string& path) {
   Status made = MakeDirectory(path);
   if (made.code() != CS_NOT_FOUND) return made;

@@ -33,6 +33,10 @@ struct FileInfo {
   bool is_directory = false;
   bool is_regular = false;
   uint64_t modified_ns = 0;  // since 1970
+
+  bool IsSameFile(const FileInfo& other) const {
+    return device == other.device && inode == other.inode;
+  }
 };
 
 // Of a filesystem, in bytes.
@@ -88,6 +92,14 @@ class Env {
   // Sixteen hex digits that no other process or call has.
   virtual std::string UniqueName() = 0;
 
+  // What a small file holds: its first `limit` bytes at most.
+  Result<std::string> ReadText(const std::string& path, size_t limit);
+  // Makes a file of this, under a name that nobody else uses.
+  Status WriteText(const std::string& path, std::string text);
+  // Makes a file of this at `temporary`, as above, and moves it to `path`.
+  Status ReplaceFile(const std::string& temporary, const std::string& path, std::string text);
+  // Whether `path` names the file that is open.
+  Result<bool> Names(const std::string& path, Fd fd);
   // MakeDirectory for a path and all that lead to it.
   Status MakeDirectories(const std::string& path);
   // Removes a directory and all below it. Something that vanishes meanwhile is

@@ -30,15 +30,9 @@ std::vector<int> Common(const std::vector<int>& a, const std::vector<int>& b) {
 // The first line of a file of one page at most, as sysfs has them; none if
 // it can't be read.
 std::optional<std::string> ReadLine(Env& env, const std::string& path) {
-  const Result<Fd> opened = env.OpenRead(path, false);
-  if (!opened.ok()) return std::nullopt;
-  const FileCloser file(env, opened.value());
-  std::array<char, 4096> page;
-  iovec part{page.data(), page.size()};
-  const Result<uint64_t> read = env.ReadFull(file.get(), {&part, 1}, 0);
-  if (!read.ok()) return std::nullopt;
-  const std::string_view text(page.data(), read.value());
-  return std::string(text.substr(0, text.find('\n')));
+  const Result<std::string> text = env.ReadText(path, 4096);
+  if (!text.ok()) return std::nullopt;
+  return text.value().substr(0, text.value().find('\n'));
 }
 
 }  // namespace

@@ -29,6 +29,7 @@ void BlockWalk::Start(bool whole, Oldest* oldest) {
   ++pass_;
   entries_ = 0;
   status_ = Status::Ok();
+  has_listed_ = false;
   stage_ = Stage::kRoot;
 }
 
@@ -63,6 +64,7 @@ void BlockWalk::StepRoot() {
     stage_ = Stage::kEnded;
     return;
   }
+  has_listed_ = true;
   entries_ += names.value().size() / kNamesPerEntry;
   to_do_.clear();
   for (const std::string& name : names.value()) {

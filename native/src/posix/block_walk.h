@@ -32,7 +32,9 @@ class BlockWalk {
   bool Step(size_t entries);
   void Stop() { stage_ = Stage::kEnded; }
   bool running() const { return stage_ != Stage::kEnded; }
-  // Of the pass that has ended: why something couldn't be looked at.
+  // Of the pass that has ended: whether the root could be listed, and why something
+  // couldn't be looked at.
+  bool has_listed() const { return has_listed_; }
   const Status& status() const { return status_; }
 
   // What is there, as it was last seen, less what was evicted since.
@@ -86,6 +88,7 @@ class BlockWalk {
   uint32_t pass_ = 0;
   uint64_t entries_ = 0;
   Status status_;
+  bool has_listed_ = false;
   std::vector<size_t> to_do_;          // identities, the next one last
   std::vector<uint16_t> directories_;  // of the identity at hand, the next one last
   std::vector<BlockId> names_;         // of the directory at hand, the next one last

@@ -118,10 +118,8 @@ void Collector::Begin(milliseconds patience) {
 }
 
 bool Collector::HoldsLock() {
-  const Result<FileInfo> ours = env_.StatFd(lock_.get());
-  const Result<FileInfo> there = env_.Stat(path_ + "/lock");
-  if (!ours.ok() || !there.ok()) return there.status().code() != CS_NOT_FOUND;
-  return ours.value().device == there.value().device && ours.value().inode == there.value().inode;
+  const Result<bool> held = env_.Names(path_ + "/lock", lock_.get());
+  return !held.ok() || held.value();  // while it can't be looked at, it isn't gone
 }
 
 void Collector::Release() {
@@ -204,18 +202,11 @@ void Collector::CountChanges() {
     for (const std::string& name : names.value()) {
       if (name == directory_.instance()) continue;
       const std::string lock = tmp + "/" + name + "/lock";
-      const Result<Fd> opened = env_.OpenRead(lock, /*direct=*/false);
-      if (!opened.ok()) {
-        if (opened.status().code() != CS_NOT_FOUND) (void)writer_of(name);
-        continue;
-      }
-      const FileCloser file(env_, opened.value());
-      uint8_t bytes[kSpaceChangesSize] = {};
-      iovec part{bytes, sizeof bytes};
-      const Result<uint64_t> read = env_.ReadFull(file.get(), {&part, 1}, 0);
+      const Result<std::string> said = env_.ReadText(lock, kSpaceChangesSize);
+      if (said.status().code() == CS_NOT_FOUND) continue;
       Writer& writer = writer_of(name);
-      if (!read.ok()) continue;
-      const auto changes = DecodeSpaceChanges({bytes, static_cast<size_t>(read.value())});
+      if (!said.ok()) continue;
+      const auto changes = DecodeSpaceChanges(said.value());
       // One that hasn't said anything yet is a writer all the same.
       if (changes.has_value()) count(name, *changes);
       ProbeWriter(writer, lock);
@@ -309,11 +300,14 @@ void Collector::Look() {
 void Collector::EndPass() {
   if (!walk_.status().ok()) {
     Warn("looking at " + directory_.root() + ": " + walk_.status().text());
-    used_ = std::max(used_, walk_.bytes());
+  } else {
+    last_warning_.clear();
+  }
+  if (!walk_.has_listed()) {
     next_look_ = steady_clock::now() + kRetry;
     return;
   }
-  last_warning_.clear();
+  // What couldn't be looked at counts as it last did, and can't be evicted.
   // What was added meanwhile may have been seen, or not.
   used_ = std::clamp(used_, walk_.bytes(), walk_.bytes() + added_in_pass_);
   known_ = true;
@@ -407,7 +401,10 @@ void Collector::Tell() {
                     state.grants == told_.grants && state.files == told_.files;
   if (same && told_.generation > 0) return;
   ++state.generation;
-  const Status written = WriteState(state);
+  // Only the holder of the lock writes, so one name is enough; a collector before may
+  // have left a longer file there.
+  (void)env_.Unlink(path_ + "/state.new");
+  const Status written = env_.ReplaceFile(path_ + "/state.new", path_ + "/state", state.Format());
   if (!written.ok() && written.code() != CS_NO_SPACE) {
     Warn("telling other stores what is used: " + written.text());
   }
@@ -415,33 +412,11 @@ void Collector::Tell() {
 }
 
 Result<CollectorState> Collector::ReadState() {
-  const Result<Fd> opened = env_.OpenRead(path_ + "/state", /*direct=*/false);
-  if (!opened.ok()) return opened.status();
-  const FileCloser file(env_, opened.value());
-  std::string text(CollectorState::kMaxSize, '\0');
-  iovec part{text.data(), text.size()};
-  const Result<uint64_t> read = env_.ReadFull(file.get(), {&part, 1}, 0);
-  if (!read.ok()) return read.status();
-  text.resize(static_cast<size_t>(read.value()));
-  const std::optional<CollectorState> state = CollectorState::Parse(text);
+  const Result<std::string> text = env_.ReadText(path_ + "/state", CollectorState::kMaxSize);
+  if (!text.ok()) return text.status();
+  const std::optional<CollectorState> state = CollectorState::Parse(text.value());
   if (!state.has_value()) return Status(CS_CORRUPT, path_ + "/state isn't a collector's");
   return *state;
-}
-
-Status Collector::WriteState(const CollectorState& state) {
-  // Only the holder of the lock writes: one name is enough.
-  const std::string temporary = path_ + "/state.new";
-  (void)env_.Unlink(temporary);
-  const Result<Fd> opened = env_.OpenWrite(temporary, /*direct=*/false);
-  if (!opened.ok()) return opened.status();
-  FileCloser file(env_, opened.value());
-  std::string text = state.Format();
-  iovec part{text.data(), text.size()};
-  Status written = env_.WriteFull(file.get(), {&part, 1}, 0);
-  if (written.ok()) written = file.Close();
-  if (written.ok()) written = env_.Rename(temporary, path_ + "/state");
-  if (!written.ok()) (void)env_.Unlink(temporary);
-  return written;
 }
 
 void Collector::Warn(std::string text) {

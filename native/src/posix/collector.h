@@ -89,7 +89,6 @@ class Collector {
   void Evict();
   void Tell();
   Result<CollectorState> ReadState();
-  Status WriteState(const CollectorState& state);
   void Warn(std::string text);
 
   uint64_t Need() const;

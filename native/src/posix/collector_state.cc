@@ -79,13 +79,14 @@ void EncodeSpaceChanges(const SpaceChanges& changes, std::span<uint8_t, kSpaceCh
   for (size_t i = 0; i < 4; ++i) bytes[24 + i] = static_cast<uint8_t>(crc >> (8 * i));
 }
 
-std::optional<SpaceChanges> DecodeSpaceChanges(std::span<const uint8_t> bytes) {
+std::optional<SpaceChanges> DecodeSpaceChanges(std::string_view bytes) {
   if (bytes.size() < kSpaceChangesSize || std::memcmp(bytes.data(), kChangesMagic, 8) != 0) {
     return std::nullopt;
   }
   const auto number = [&](size_t at, size_t n) {
     uint64_t value = 0;
-    for (size_t i = 0; i < n; ++i) value |= uint64_t{bytes[at + i]} << (8 * i);
+    for (size_t i = 0; i < n; ++i)
+      value |= uint64_t{static_cast<uint8_t>(bytes[at + i])} << (8 * i);
     return value;
   };
   if (number(24, 4) != Crc32c(0, bytes.data(), 24)) return std::nullopt;

@@ -34,7 +34,7 @@ struct CollectorState {
 // The first bytes of a store's lock file: what it has added and removed.
 inline constexpr size_t kSpaceChangesSize = 32;
 void EncodeSpaceChanges(const SpaceChanges& changes, std::span<uint8_t, kSpaceChangesSize> bytes);
-std::optional<SpaceChanges> DecodeSpaceChanges(std::span<const uint8_t> bytes);
+std::optional<SpaceChanges> DecodeSpaceChanges(std::string_view bytes);
 
 }  // namespace cachestore
 

@@ -36,10 +36,6 @@ bool HasNoLocks(const Status& status) {
   return status.error() == ENOLCK || status.error() == ENOSYS || status.error() == EOPNOTSUPP;
 }
 
-bool IsSame(const FileInfo& a, const FileInfo& b) {
-  return a.device == b.device && a.inode == b.inode;
-}
-
 }  // namespace
 
 bool IsSureToEnd(uint64_t filesystem_type) {
@@ -156,34 +152,23 @@ void Directory::Probe() {
 // What a dump does, with a small file.
 Status Directory::TryWriting() {
   const std::string path = NewTemporaryPath() + "-probe";
-  Result<Fd> opened = env_.OpenWrite(path, /*direct=*/false);
-  if (opened.status().code() == CS_NOT_FOUND) {
-    if (Status made = MakeTemporaryDirectory(); !made.ok()) return made;
-    opened = env_.OpenWrite(path, /*direct=*/false);
-  }
-  if (!opened.ok()) return opened.status();
-  FileCloser file(env_, opened.value());
-  std::array<char, 4096> bytes;
-  bytes.fill('p');
-  iovec part{bytes.data(), bytes.size()};
-  Status status = env_.WriteFull(file.get(), {&part, 1}, 0);
-  if (status.ok()) status = file.Close();
+  const std::string text(4096, 'p');
+  Status status = WriteTemporary([&] { return env_.WriteText(path, text); });
   if (status.ok()) {
-    bytes.fill(0);
-    part = {bytes.data(), bytes.size()};
-    const Result<Fd> again = env_.OpenRead(path, /*direct=*/false);
-    status = again.status();
-    if (again.ok()) {
-      const FileCloser reading(env_, again.value());
-      const Result<uint64_t> read = env_.ReadFull(reading.get(), {&part, 1}, 0);
-      status = read.status();
-      if (read.ok() && static_cast<size_t>(std::count(bytes.begin(), bytes.end(), 'p')) != 4096) {
-        status = {CS_IO, path + " isn't what was written"};
-      }
-    }
+    const Result<std::string> read = env_.ReadText(path, text.size());
+    status = read.status();
+    if (read.ok() && read.value() != text) status = {CS_IO, path + " isn't what was written"};
   }
   const Status removed = env_.Unlink(path);
   return status.ok() ? removed : status;
+}
+
+// Calls `write` again if the directory of temporary files isn't there.
+Status Directory::WriteTemporary(const std::function<Status()>& write) {
+  const Status written = write();
+  if (written.code() != CS_NOT_FOUND) return written;
+  if (Status made = MakeTemporaryDirectory(); !made.ok()) return made;
+  return write();
 }
 
 void Directory::DisableDirect(const Status& why) {
@@ -243,9 +228,8 @@ Status Directory::MakeTemporaryDirectory() {
 
 bool Directory::HoldsLock(const std::string& path) {
   if (!lock_) return false;
-  const Result<FileInfo> ours = env_.StatFd(lock_.get());
-  const Result<FileInfo> there = env_.Stat(path + "/lock");
-  return ours.ok() && there.ok() && IsSame(ours.value(), there.value());
+  const Result<bool> held = env_.Names(path + "/lock", lock_.get());
+  return held.ok() && held.value();
 }
 
 Status Directory::Publish(const std::string& temporary, const BlockId& block, uint64_t epoch) {
@@ -282,17 +266,9 @@ Status Directory::Publish(const std::string& temporary, const BlockId& block, ui
 }
 
 Status Directory::WriteManifest() {
-  const std::string temporary = NewTemporaryPath();
-  Result<Fd> opened = env_.OpenWrite(temporary, /*direct=*/false);
-  if (!opened.ok()) return opened.status();
-  FileCloser file(env_, opened.value());
-  std::string text = options_.manifest;
-  iovec part{text.data(), text.size()};
-  Status written = env_.WriteFull(file.get(), {&part, 1}, 0);
-  if (written.ok()) written = file.Close();
-  if (written.ok()) written = env_.Rename(temporary, base_ + "/identity.json");
+  Status written =
+      env_.ReplaceFile(NewTemporaryPath(), base_ + "/identity.json", options_.manifest);
   if (written.ok()) has_manifest_.store(true);
-  if (!written.ok()) (void)env_.Unlink(temporary);
   return written;
 }
 
@@ -326,16 +302,8 @@ Status Directory::NoticeClear() {
 Status Directory::MarkClear() {
   epoch_.fetch_add(1);
   const std::string temporary = NewTemporaryPath() + "-cleared";
-  Result<Fd> opened = env_.OpenWrite(temporary, /*direct=*/false);
-  if (opened.status().code() == CS_NOT_FOUND && MakeTemporaryDirectory().ok()) {
-    opened = env_.OpenWrite(temporary, /*direct=*/false);
-  }
-  Status marked = opened.status();
-  if (opened.ok()) {
-    (void)env_.Close(opened.value());
-    marked = env_.Rename(temporary, base_ + "/cleared");
-    if (!marked.ok()) (void)env_.Unlink(temporary);
-  }
+  Status marked =
+      WriteTemporary([&] { return env_.ReplaceFile(temporary, base_ + "/cleared", ""); });
   const Result<uint64_t> latest = ReadClear();
   const std::lock_guard lock(clear_mutex_);
   if (latest.ok()) latest_clear_.store(latest.value());
@@ -422,10 +390,11 @@ Status Directory::RemoveInstance(const std::string& path, const std::function<bo
   return env_.RemoveTree(path, stop);
 }
 
-Status Directory::RemoveSame(const std::string& path, const FileInfo& info) {
+Result<bool> Directory::RemoveSame(const std::string& path, const FileInfo& info) {
   const Result<FileInfo> there = env_.Stat(path);
-  if (!there.ok() || !IsSame(there.value(), info)) return Status::Ok();
-  return env_.Unlink(path);
+  if (!there.ok() || !there.value().IsSameFile(info)) return false;
+  if (Status removed = env_.Unlink(path); !removed.ok()) return removed;
+  return true;
 }
 
 void Directory::Close() {

@@ -100,7 +100,7 @@ class Directory {
   // sure to outlast a power cut.
   void RemoveTrash(const std::function<bool()>& stop);
   // Removes a file, unless another one has taken its name.
-  Status RemoveSame(const std::string& path, const FileInfo& info);
+  Result<bool> RemoveSame(const std::string& path, const FileInfo& info);
   // Removes this store's own temporary directory.
   void Close();
 
@@ -108,6 +108,7 @@ class Directory {
   Status OpenOnce();  // with open_mutex_ held
   Status TryWriting();
   Status CheckDirect(uint64_t filesystem_type);
+  Status WriteTemporary(const std::function<Status()>& write);
   Status WriteManifest();
   Status MarkClear();
   Result<uint64_t> ReadClear();

@@ -3,9 +3,8 @@
 #include <algorithm>
 #include <utility>
 
-#include "posix/collector.h"
+#include "posix/directory_upkeep.h"
 #include "posix/opening.h"
-#include "posix/use_log.h"
 
 namespace cachestore {
 namespace {
@@ -14,8 +13,6 @@ namespace {
 constexpr size_t kAsidePiece = 128;
 // How long Close waits for workers that should have nothing left to do.
 constexpr std::chrono::milliseconds kJoinPatience{2000};
-// Between two ticks of upkeep with nothing to do.
-constexpr std::chrono::milliseconds kIdleTick{1000};
 
 uint64_t Value(const std::atomic<uint64_t>& counter) {
   return counter.load(std::memory_order_relaxed);
@@ -34,9 +31,7 @@ struct PosixTier::Core {
 
   const std::shared_ptr<EventRing> events;
   std::unique_ptr<ShardIo> io;
-  std::unique_ptr<UseLog> uses;
-  std::vector<std::unique_ptr<Collector>> collectors;  // of directories; null: no limits
-  std::vector<Request::Clock::time_point> stepped;     // each its upkeep thread's own
+  std::unique_ptr<DirectoryUpkeep> upkeep;
   Admission load;
   Admission dump;
   std::atomic<uint64_t> lookups{0};
@@ -71,82 +66,12 @@ struct PosixTier::Core {
     }
   }
 
-  // What upkeep does for a directory; see Upkeep::Tick.
-  std::chrono::milliseconds Tick(size_t root, bool last) {
-    Directory& directory = *io->directories()[root];
-    if (!last) ProbeIfDue(directory);
-    Collector* const collector = collectors[root].get();
-    if (directory.health().use() == Health::Use::kOut) {
-      if (collector != nullptr) collector->Release();
-      return kIdleTick;
-    }
-    // Times first: what is evicted is the oldest.
-    const bool now = collector != nullptr && collector->wants_room();
-    const std::chrono::milliseconds pause = std::min(uses->Flush(root, last, now), kIdleTick);
-    if (collector == nullptr) return pause;
-    if (!last) {
-      // However often it is woken.
-      const auto since = Request::Clock::now() - stepped[root];
-      if (since < Collector::kBusy) {
-        const auto rest = std::chrono::ceil<std::chrono::milliseconds>(Collector::kBusy - since);
-        return std::min(std::max(pause, std::chrono::milliseconds(1)), rest);
-      }
-      stepped[root] = Request::Clock::now();
-      return std::min(pause, collector->Step(pause.count() > 0));
-    }
-    collector->Close();
-    return pause;
-  }
-
-  void MakeCollectors(Env& env) {
-    for (const auto& directory : io->directories()) {
-      const bool limited = directory->space().limits().any();
-      collectors.push_back(limited ? std::make_unique<Collector>(env, *events, *directory)
-                                   : nullptr);
-    }
-    stepped.resize(collectors.size());
-  }
-
-  void ProbeIfDue(Directory& directory) {
-    if (!directory.health().ProbeIsDue(Health::Clock::now())) return;
-    const bool was_out = directory.health().use() == Health::Use::kOut;
-    directory.Probe();
-    // It may never have been cleaned, and may just have been cleared.
-    if (was_out && directory.health().use() == Health::Use::kFull) {
-      directory.RemoveTrash([this] { return stopping.load(); });
-    }
-  }
-
   Status Clear(Directory& directory) {
     if (directory.health().use() != Health::Use::kOut) return directory.MoveBlocksToTrash();
     directory.OweClear();
     // Brought back meanwhile.
     if (directory.health().use() != Health::Use::kOut) return directory.MoveBlocksToTrash();
     return {CS_IO, directory.root() + " is out of use: it is cleared before it is used again"};
-  }
-
-  // Uses are kept where something is evicted.
-  void KeepUses(Env& env, const PosixOptions& options) {
-    UseLogOptions kept;
-    for (size_t i = 0; i < options.roots.size(); ++i) {
-      const uint64_t capacity = i < options.capacities.size() ? options.capacities[i] : 0;
-      kept.roots.push_back(capacity > 0 || options.free_space_reserve > 0);
-    }
-    kept.interval = options.use_interval;
-    const auto root_of = [this](const BlockId& block) {
-      const Places places = io->PlacesOf(block);
-      const Directory* const home =
-          places.size() == 0 ? &io->DirectoryOf(block) : &places[places.size() - 1];
-      const auto directories = io->directories();
-      return static_cast<size_t>(
-          std::find_if(directories.begin(), directories.end(),
-                       [&](const auto& directory) { return directory.get() == home; }) -
-          directories.begin());
-    };
-    const auto path_of = [this](size_t root, const BlockId& block) {
-      return io->directories()[root]->BlockPath(block);
-    };
-    uses = std::make_unique<UseLog>(env, std::move(kept), root_of, path_of);
   }
 
   void RunAside(Request& request, size_t index) {
@@ -156,7 +81,7 @@ struct PosixTier::Core {
     if (request.tier_data() != nullptr) {  // a clear
       const Status cleared = Clear(*io->directories()[index]);
       if (!cleared.ok()) events->Add(CS_EVENT_ERROR, "clear: " + cleared.text());
-      if (collectors[index] != nullptr) collectors[index]->NoteClear();
+      upkeep->NoteClear(index);
       code = cleared.code();
     } else {
       code = io->Exists(request.batch().blocks[index]) ? CS_OK : CS_NOT_FOUND;
@@ -181,18 +106,11 @@ Result<std::unique_ptr<Tier>> PosixTier::Open(Env& env, std::shared_ptr<EventRin
   core->io =
       std::make_unique<ShardIo>(env, *core->events, options.geometry, std::move(format.value()),
                                 options.verify, std::move(directories.value()));
-  core->KeepUses(env, options);
-  core->MakeCollectors(env);
-  // So that the first dump knows what is used.
-  if (std::any_of(core->collectors.begin(), core->collectors.end(),
-                  [](const auto& collector) { return collector != nullptr; })) {
-    (void)RunWithin(options.timeout, "cs-open", [core, timeout = options.timeout] {
-      for (size_t i = 0; i < core->collectors.size(); ++i) {
-        Collector* const collector = core->collectors[i].get();
-        const Health& health = core->io->directories()[i]->health();
-        if (collector != nullptr && health.use() != Health::Use::kOut) collector->Begin(timeout);
-      }
-    });
+  core->upkeep =
+      std::make_unique<DirectoryUpkeep>(env, *core->events, *core->io, options.use_interval);
+  if (core->upkeep->evicts()) {
+    (void)RunWithin(options.timeout, "cs-open",
+                    [core, patience = options.timeout] { core->upkeep->Begin(patience); });
   }
   return std::unique_ptr<Tier>(new PosixTier(std::move(core), options));
 }
@@ -225,7 +143,7 @@ PosixTier::PosixTier(std::shared_ptr<Core> core, const PosixOptions& options)
             return false;
           }),
       upkeep_(core_->io->directories().size(),
-              [core = core_](size_t root, bool last) { return core->Tick(root, last); }) {
+              [core = core_](size_t root, bool last) { return core->upkeep->Tick(root, last); }) {
   if (core_->GoesAside()) {
     aside_pool_ = std::make_unique<WorkerPool>(
         "cs-lookup", options.load_workers,
@@ -274,7 +192,7 @@ void PosixTier::Lookup(std::span<const BlockId> blocks, std::span<uint8_t> prese
 }
 
 size_t PosixTier::LookupPrefix(std::span<const BlockId> blocks) {
-  core_->uses->Chain(blocks);
+  core_->upkeep->uses().Chain(blocks);
   size_t length = 0;
   if (!LooksAside()) {
     while (length < blocks.size() && core_->io->Exists(blocks[length])) ++length;
@@ -341,9 +259,9 @@ Status PosixTier::Admit(Admission& direction, const std::shared_ptr<Request>& re
                         std::shared_ptr<void> tier_data) {
   // A worker left behind can end a shard when the tier is gone, and the core
   // with the admission then lives by this.
-  const auto keep_alive = [core = core_, following = core_->uses->Follow(request->batch())](
-                              size_t shard, Code code) {
-    if (following != nullptr) core->uses->Ended(*following, shard, code);
+  const auto keep_alive = [core = core_, following = core_->upkeep->uses().Follow(
+                                             request->batch())](size_t shard, Code code) {
+    if (following != nullptr) core->upkeep->uses().Ended(*following, shard, code);
   };
   return direction.Admit(*request, std::move(tier_data), keep_alive);
 }
@@ -373,7 +291,7 @@ Status PosixTier::Dump(const std::shared_ptr<Request>& request) {
 }
 
 void PosixTier::NoteUse(std::span<const BlockId> blocks, const BlockId* parent) {
-  core_->uses->Use(blocks, parent);
+  core_->upkeep->uses().Use(blocks, parent);
 }
 
 void PosixTier::Cancel(const std::shared_ptr<Request>& request, Code code) {
@@ -402,7 +320,7 @@ Status PosixTier::Clear() {
   } else {
     for (size_t i = 0; i < directories.size(); ++i) core_->RunAside(*request, i);
   }
-  core_->uses->Forget();
+  core_->upkeep->uses().Forget();
   CleanUp();
   for (const Code code : request->results()) {
     if (code != CS_OK) return {code, "clear failed in a directory; the log names it"};
@@ -433,32 +351,14 @@ void PosixTier::AddStats(cs_stats& stats) const {
   core_->load.AddLoadStats(stats, payload);
   core_->dump.AddDumpStats(stats, core_->io->existing(), payload);
   stats.verify_skipped += core_->io->verify_skipped();
-  for (size_t i = 0; i < core_->collectors.size(); ++i) {
-    Space& space = core_->io->directories()[i]->space();
-    const Collector* const collector = core_->collectors[i].get();
-    if (collector == nullptr) continue;
-    stats.evicted_blocks += collector->evicted_blocks();
-    stats.evicted_bytes += collector->evicted_bytes();
-    stats.posix_used_bytes += space.used();
-    stats.posix_capacity_bytes += space.limits().capacity;
-    stats.posix_collecting += collector->collecting() ? 1 : 0;
-  }
-  stats.posix_uses_pending += core_->uses->pending();
-  stats.posix_uses_dropped += core_->uses->dropped();
-  for (const auto& directory : core_->io->directories()) {
-    const Health& health = directory->health();
-    stats.posix_directories += 1;
-    stats.posix_directories_out += health.use() == Health::Use::kOut ? 1 : 0;
-    stats.posix_directories_read_only += health.use() == Health::Use::kReadOnly ? 1 : 0;
-    const bool full = health.full() || directory->space().full();
-    stats.posix_directories_full += full ? 1 : 0;
-  }
+  core_->upkeep->AddStats(stats);
   stats.stuck_workers +=
       load_pool_.stuck() + dump_pool_.stuck() + (aside_pool_ == nullptr ? 0 : aside_pool_->stuck());
 }
 
 void PosixTier::Stop() {
   core_->stopping.store(true);
+  core_->upkeep->Stop();
   for (WorkerPool* pool : {&load_pool_, &dump_pool_, aside_pool_.get(), &cleaning_pool_}) {
     if (pool == nullptr) continue;
     for (const WorkerPool::Job& job : pool->Close()) {

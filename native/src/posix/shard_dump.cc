@@ -224,9 +224,11 @@ void ShardIo::EndBlock(Request& request, size_t shard, BlockWrite& block,
     return;
   }
   block.room.Publish();
-  if (finish(CS_OK) == 0 && TakeBack(directory.BlockPath(id), written.value())) {
-    directory.space().Remove(file_size_);
-  }
+  if (finish(CS_OK) > 0) return;
+  // The waiter was told that the dump failed while the rename hung: lookups must
+  // say the same.
+  const Result<bool> removed = directory.RemoveSame(directory.BlockPath(id), written.value());
+  if (removed.ok() && removed.value()) directory.space().Remove(file_size_);
 }
 
 void ShardIo::WriteRecord(const BlockId& id, Directory& directory, BlockWrite& block,
@@ -248,17 +250,6 @@ void ShardIo::RemoveTemporary(const BlockWrite& block) {
   if (!block.opened.load(std::memory_order_relaxed)) return;
   // Else it goes with the directory of temporary files.
   if (block.directory->health().use() != Health::Use::kOut) (void)env_.Unlink(block.temporary);
-}
-
-// The waiter was told that the dump failed while the rename hung: lookups must
-// say the same. If the name is somebody else's by now, it stays. True: it was removed.
-bool ShardIo::TakeBack(const std::string& path, const FileInfo& written) {
-  const Result<FileInfo> there = env_.Stat(path);
-  if (there.ok() && there.value().device == written.device &&
-      there.value().inode == written.inode) {
-    return env_.Unlink(path).ok();
-  }
-  return false;
 }
 
 }  // namespace cachestore

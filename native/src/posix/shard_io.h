@@ -136,7 +136,6 @@ class ShardIo {
                    WorkerPool::Scratch& scratch);
   bool IsTheOnlyTemporary(BlockWrite& block, Fd file);
   void RemoveTemporary(const BlockWrite& block);
-  bool TakeBack(const std::string& path, const FileInfo& written);
 
   bool IsAligned(std::span<uint8_t* const> tensors) const;
 

@@ -159,14 +159,10 @@ Status ShardIo::Read(Fd file, const Piece& piece) {
 
 bool ShardIo::SetAside(Transfer& transfer, const std::string& path, const FileInfo& info,
                        const std::string& why) {
-  // Not if somebody has just published a new one under this name.
-  const Result<FileInfo> there = env_.Stat(path);
-  const bool same =
-      there.ok() && there.value().device == info.device && there.value().inode == info.inode;
-  const Status removed = same ? env_.Unlink(path) : Status::Ok();
-  if (same && removed.ok()) transfer.directory.space().Remove(info.size);
+  const Result<bool> removed = transfer.directory.RemoveSame(path, info);
+  if (removed.ok() && removed.value()) transfer.directory.space().Remove(info.size);
   events_.Add(CS_EVENT_WARNING, "damaged block " + path + " (" + why + ")" +
-                                    (removed.ok() ? " removed" : ": " + removed.text()));
+                                    (removed.ok() ? " removed" : ": " + removed.status().text()));
   return removed.ok();
 }
 

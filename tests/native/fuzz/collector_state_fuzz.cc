@@ -30,15 +30,15 @@ std::map<std::string, Bytes> Seeds() {
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   using namespace cachestore;
-  const auto state =
-      CollectorState::Parse(std::string_view(reinterpret_cast<const char*>(data), size));
+  const std::string_view text(reinterpret_cast<const char*>(data), size);
+  const auto state = CollectorState::Parse(text);
   if (state.has_value()) {
     const auto again = CollectorState::Parse(state->Format());
     fuzz::Require(again.has_value() && again->Format() == state->Format(),
                   "what is read is written so that it is read again");
     fuzz::Require(size <= CollectorState::kMaxSize, "no longer than it may be");
   }
-  const auto changes = DecodeSpaceChanges({data, size});
+  const auto changes = DecodeSpaceChanges(text);
   if (changes.has_value()) {
     fuzz::Bytes bytes(kSpaceChangesSize);
     EncodeSpaceChanges(*changes, std::span<uint8_t, kSpaceChangesSize>(bytes));

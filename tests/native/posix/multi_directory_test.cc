@@ -7,6 +7,7 @@
 
 #include "fixture.h"
 #include "harness.h"
+#include "posix/stored_block.h"
 
 namespace cachestore::test {
 namespace {
@@ -302,26 +303,18 @@ TEST(MultiDirectory, AFailedLoadMakesTheBlockAbsent) {
 
 // ... and so is a damaged one that can't be removed.
 TEST(MultiDirectory, ADamagedBlockThatStaysIsAbsent) {
-  const TempDir root;
-  const StoreSetup setup({root.path()});
-  FaultEnv env;
-  const auto store = OpenOrFail(setup, env);
-  WaitCleaned(setup, env);
-  Pages pages(setup, 0, 1);
-  pages.Fill();
-  EXPECT_TRUE(DumpAll(*store, pages) == Repeated(1, CS_OK));
-  std::vector<uint8_t> bytes = ReadFile(BlockPath(setup, IdOf(0)));
-  bytes[5] ^= 1;
-  WriteFile(BlockPath(setup, IdOf(0)), bytes);
-  env.Before(Op::kUnlink, On("/blocks/", FailingWith(EROFS)));
-  EXPECT_TRUE(LoadAll(*store, pages) == Repeated(1, CS_CORRUPT));
-  EXPECT_TRUE(LookupAll(*store, pages) == std::vector<uint8_t>{0});
-  env.NoHooks();
-  pages.Fill();
-  EXPECT_TRUE(DumpAll(*store, pages) == Repeated(1, CS_OK));
-  pages.Poison();
-  EXPECT_TRUE(LoadAll(*store, pages) == Repeated(1, CS_OK));
-  EXPECT_TRUE(pages.HoldsAll());
+  StoredBlock stored;
+  stored.bytes[5] ^= 1;
+  WriteFile(stored.path, stored.bytes);
+  stored.env.Before(Op::kUnlink, On("/blocks/", FailingWith(EROFS)));
+  EXPECT_TRUE(LoadAll(*stored.store, *stored.pages) == Repeated(1, CS_CORRUPT));
+  EXPECT_TRUE(LookupAll(*stored.store, *stored.pages) == std::vector<uint8_t>{0});
+  stored.env.NoHooks();
+  stored.pages->Fill();
+  EXPECT_TRUE(DumpAll(*stored.store, *stored.pages) == Repeated(1, CS_OK));
+  stored.pages->Poison();
+  EXPECT_TRUE(LoadAll(*stored.store, *stored.pages) == Repeated(1, CS_OK));
+  EXPECT_TRUE(stored.pages->HoldsAll());
 }
 
 }  // namespace cachestore::test

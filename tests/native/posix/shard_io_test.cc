@@ -10,23 +10,19 @@
 #include "base/checksum.h"
 #include "fixture.h"
 #include "harness.h"
+#include "posix/stored_block.h"
 
 namespace cachestore::test {
 namespace {
 
-// One stored block and its file. 100 + 37 bytes: 3959 of padding.
-struct Stored {
-  explicit Stored(uint32_t shards = 1, cs_zero_copy zero_copy = CS_ZERO_COPY_AUTO)
-      : setup({root.path()}) {
+// 100 + 37 bytes: 3959 of padding.
+struct Stored : StoredBlock {
+  explicit Stored(uint32_t shards = 1) : StoredBlock(Of(shards)) {}
+
+  static StoreSetup Of(uint32_t shards) {
+    StoreSetup setup;
     setup.shards = shards;
-    setup.zero_copy = zero_copy;
-    store = OpenOrFail(setup, env);
-    pages = std::make_unique<Pages>(setup, 1, 1);
-    pages->Fill();
-    EXPECT_TRUE(DumpAll(*store, *pages) == Repeated(shards, CS_OK));
-    path = BlockPath(setup, IdOf(1));
-    bytes = ReadFile(path);
-    EXPECT_EQ(bytes.size(), setup.file_size());
+    return setup;
   }
 
   // Puts these bytes in the file's place; then a load must be a counted miss,
@@ -60,14 +56,6 @@ struct Stored {
     EXPECT_FALSE(IsPresent(*store, IdOf(1)));
     while (store->NextEvent().has_value()) continue;
   }
-
-  const TempDir root;
-  FaultEnv env;
-  StoreSetup setup;
-  std::unique_ptr<Store> store;
-  std::unique_ptr<Pages> pages;
-  std::string path;
-  std::vector<uint8_t> bytes;
 };
 
 // 64 blocks at a time, each with another byte of its file changed.

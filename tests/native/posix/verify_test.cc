@@ -8,6 +8,7 @@
 #include "harness.h"
 #include "posix/boot_id.h"
 #include "posix/record.h"
+#include "posix/stored_block.h"
 
 namespace cachestore::test {
 namespace {
@@ -44,22 +45,20 @@ BootId AnotherBoot() {
   return boot;
 }
 
-struct Stored {
+struct Stored : StoredBlock {
   explicit Stored(cs_verify verify, const How& how = kHows[0], uint32_t shards = 1,
                   std::vector<uint64_t> sizes = {100, 37})
-      : setup({root.path()}) {
+      : StoredBlock(Of(verify, how, shards, std::move(sizes))) {}
+
+  static StoreSetup Of(cs_verify verify, const How& how, uint32_t shards,
+                       std::vector<uint64_t> sizes) {
+    StoreSetup setup;
     setup.verify = verify;
     setup.zero_copy = how.zero_copy;
     setup.direct = how.direct;
     setup.shards = shards;
     setup.tensor_sizes = std::move(sizes);
-    store = OpenOrFail(setup, env);
-    pages = std::make_unique<Pages>(setup, 1, 1);
-    pages->Fill();
-    EXPECT_TRUE(DumpAll(*store, *pages) == Repeated(shards, CS_OK));
-    path = BlockPath(setup, IdOf(1));
-    bytes = ReadFile(path);
-    EXPECT_EQ(bytes.size(), setup.file_size());
+    return setup;
   }
 
   // What a load of all shards gives with these bytes in the file's place.
@@ -71,14 +70,6 @@ struct Stored {
     return codes;
   }
   uint64_t skipped() { return store->Stats().verify_skipped; }
-
-  const TempDir root;
-  FaultEnv env;
-  StoreSetup setup;
-  std::unique_ptr<Store> store;
-  std::unique_ptr<Pages> pages;
-  std::string path;
-  std::vector<uint8_t> bytes;
 };
 
 std::vector<uint8_t> Flipped(std::vector<uint8_t> bytes, size_t at) {
