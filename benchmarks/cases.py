@@ -6,7 +6,7 @@ import dataclasses
 import fnmatch
 import hashlib
 from collections.abc import Iterable, Sequence
-from typing import Protocol, TypeVar
+from typing import Protocol, Self, TypeVar
 
 PAGE_TOKENS = 64
 _ITEM_BYTES = 2  # bfloat16
@@ -60,9 +60,19 @@ class Case:
         """Bytes that one dump or load moves."""
         return self.pages * self.model.page_bytes
 
-    def quick(self) -> Case:
+    def quick(self) -> Self:
         """The same with few pages: to see that it works, not how fast it is."""
         return dataclasses.replace(self, pages=min(self.pages, 8))
+
+
+@dataclasses.dataclass(frozen=True)
+class VerifyCase(Case):
+    """The same pages loaded with their checksums checked, and without."""
+
+    @property
+    def name(self) -> str:
+        """As in ``verify-shm-mha-1MiB-128``."""
+        return f"verify-{super().name}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,6 +139,12 @@ CASES = (
     Case("disk", MHA_1MIB, 128),
     Case("disk", MLA_61, 64),
     Case("disk", MHA_1MIB, 128, direct=True),
+)
+VERIFY_CASES = (
+    VerifyCase("shm", MHA_1MIB, 128),
+    VerifyCase("shm", MLA_61, 64),
+    VerifyCase("disk", MHA_1MIB, 128),
+    VerifyCase("disk", MHA_1MIB, 128, direct=True),
 )
 CACHE_CASES = tuple(
     CacheCase(title, model, pages, workers)

@@ -14,12 +14,23 @@ from typing import Any
 
 import yaml
 
-from . import async_load, cache_copies, cold, raw, report, room, runner, traces
-from .cases import CACHE_CASES, CASES, COLD_CASES, CacheCase, Case, ColdCase, select
+from . import async_load, cache_copies, cold, raw, report, room, runner, traces, verification
+from .cases import (
+    CACHE_CASES,
+    CASES,
+    COLD_CASES,
+    VERIFY_CASES,
+    CacheCase,
+    Case,
+    ColdCase,
+    VerifyCase,
+    select,
+)
 from .compiled import CompilerMissing
 from .runner import Plan, WrongResult
 from .subjects import CACHE_NAMES, FILE_NAMES, NAMES
 
+_CASES = (*CASES, *VERIFY_CASES, *CACHE_CASES, *COLD_CASES, *async_load.CASES)
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
@@ -30,9 +41,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "and of copies, and plain LRU.",
         epilog=textwrap.fill(
             "Cases: "
-            + ", ".join(
-                case.name for case in (*CASES, *CACHE_CASES, *COLD_CASES, *async_load.CASES)
-            )
+            + ", ".join(case.name for case in _CASES)
             + "; trace-<name>-<percent> and trace-<name>-posix-<percent> for each request trace.",
             break_on_hyphens=False,
         ),
@@ -92,8 +101,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     try:
         found = traces.find(options.traces, os.environ)
         options.no_traces = not found
-        known = (*CASES, *CACHE_CASES, *COLD_CASES, *async_load.CASES, *traces.cases(found))
-        options.cases = select(options.case, known)
+        options.cases = select(options.case, (*_CASES, *traces.cases(found)))
         options.settings = dict(_setting(text) for text in options.set)
     except ValueError as error:
         parser.error(str(error))
@@ -168,12 +176,12 @@ def _measure(
             return []
         return async_load.run_case(case, plan, _say)
     wanted = FILE_NAMES if isinstance(case, Case) else CACHE_NAMES
-    if isinstance(case, ColdCase):
+    if isinstance(case, ColdCase | VerifyCase):
         wanted = ("cachestore",)
     elif isinstance(case, Case) and case.direct:
         wanted = tuple(name for name in wanted if name != "sglang-file")  # it has no O_DIRECT
-    if plan.profile and isinstance(case, ColdCase):
-        _say(f"{case.name}: skipped: its calls are made by other processes")
+    if plan.profile and isinstance(case, ColdCase | VerifyCase):
+        _say(f"{case.name}: skipped: it has no profile")
         return []
     if not set(plan.subjects) & set(wanted):
         _say(f"{case.name}: skipped: it has {', '.join(wanted)}")
@@ -183,7 +191,8 @@ def _measure(
         if lack := room.lack(case, directory):
             _say(f"{case.name}: skipped: {lack}")
             return []
-        return runner.run_case(case, directory, plan, _say)
+        run_files = verification if isinstance(case, VerifyCase) else runner
+        return run_files.run_case(case, directory, plan, _say)
     directory = directories["shm"]
     fitting, lack = room.fitted(case, directory)
     if fitting is None:

@@ -19,6 +19,8 @@ _UNITS = {
     "lookup": US_PER_KEY,
     "storage_reads_per_page": "reads/page",
     "wall_over_copies": "ratio",
+    "wall_over_unchecked": "ratio",
+    "cpu_over_unchecked": "ratio",
     "hit_rate": "hits/block",
 }
 _PEERS = {"sglang-file": "x file", "raw": "x raw", "memcpy": "x memcpy", "streaming": "x streaming"}
@@ -72,6 +74,11 @@ EXPECTATIONS = (
 BOUNDS = (
     Bound("mla-cold-8proc", "storage_reads_per_page", 1.0, always=True),
     Bound("mla-cold-8proc", "wall_over_copies", 1.3),
+    *(
+        Bound(f"verify-{case}", "wall_over_unchecked", 1.1)
+        for case in ("shm-mha-1MiB-128", "shm-mla61-64", "disk-mha-1MiB-128")
+    ),
+    Bound("verify-disk-mha-1MiB-128-direct", "wall_over_unchecked", 1.02),
 )
 
 
