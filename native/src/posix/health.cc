@@ -62,7 +62,7 @@ void Health::Note(Call call, const Status& status) {
   }
 }
 
-void Health::NoteHung() { NoteFailure(Call::kRead, {CS_TIMEOUT, "it doesn't answer in time"}); }
+void Health::NoteHung(Call call) { NoteFailure(call, {CS_TIMEOUT, "it doesn't answer in time"}); }
 
 void Health::NoteSuccess(Call call) {
   const std::lock_guard lock(mutex_);

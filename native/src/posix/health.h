@@ -47,7 +47,7 @@ class Health {
   // How a call in the directory has ended.
   void Note(Call call, const Status& status);
   // A call in the directory hasn't ended in time, and was given up.
-  void NoteHung();
+  void NoteHung(Call call);
   // It couldn't be opened, or only be read.
   void StartAs(Use use, const Status& why);
 

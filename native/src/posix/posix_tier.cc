@@ -38,12 +38,13 @@ struct PosixTier::Core {
   std::atomic<uint64_t> lookup_hits{0};
   std::atomic<bool> stopping{false};
 
-  // Where that may hang it is done aside, with the lookups. One that can't look
-  // now notices when it publishes.
-  void NoticeClears(bool aside) {
+  // Where that may hang it is done aside, with the first of the lookups of a
+  // request. One that can't look now notices when it publishes.
+  void NoticeClears(Request* aside) {
     for (const auto& directory : io->directories()) {
-      if (directory->zero_copy() == aside) continue;
+      if (directory->zero_copy() == (aside != nullptr)) continue;
       if (directory->health().use() == Health::Use::kOut) continue;
+      if (aside != nullptr) aside->NotePlace(0, directory.get());
       (void)Thrown([&] { (void)directory->NoticeClear(); });
     }
   }
@@ -53,14 +54,16 @@ struct PosixTier::Core {
     return std::any_of(directories.begin(), directories.end(),
                        [](const auto& directory) { return !directory->zero_copy(); });
   }
-  // After Cancel(CS_TIMEOUT): what hangs hangs in the first place that it was sent to.
-  void NoteHung(Request& request, std::span<const BlockId> blocks) {
+  // After Cancel(CS_TIMEOUT): each directory at which a worker was left behind,
+  // once a request. One that isn't written to is only looked at by a dump, and one
+  // that is was looked at before.
+  void NoteHung(Request& request, bool is_dump) {
     for (const auto& directory : io->directories()) {
-      for (size_t i = 0; i < blocks.size(); ++i) {
-        if (!request.left_behind(i)) continue;
-        const Places places = io->PlacesOf(blocks[i]);
-        if (places.size() == 0 || &places[0] != directory.get()) continue;
-        directory->health().NoteHung();  // once a request
+      Health& health = directory->health();
+      const bool writes = is_dump && health.use() == Health::Use::kFull;
+      for (size_t i = 0; i < request.size(); ++i) {
+        if (!request.left_behind(i) || request.place(i) != directory.get()) continue;
+        health.NoteHung(writes ? Health::Call::kWrite : Health::Call::kRead);
         break;
       }
     }
@@ -77,14 +80,14 @@ struct PosixTier::Core {
   void RunAside(Request& request, size_t index) {
     if (!request.Begin(index, /*touches=*/false)) return;
     Code code = CS_OK;
-    if (request.tier_data() == nullptr && index == 0) NoticeClears(/*aside=*/true);
+    if (request.tier_data() == nullptr && index == 0) NoticeClears(&request);
     if (request.tier_data() != nullptr) {  // a clear
       const Status cleared = Clear(*io->directories()[index]);
       if (!cleared.ok()) events->Add(CS_EVENT_ERROR, "clear: " + cleared.text());
       upkeep->NoteClear(index);
       code = cleared.code();
     } else {
-      code = io->Exists(request.batch().blocks[index]) ? CS_OK : CS_NOT_FOUND;
+      code = io->Exists(request.batch().blocks[index], &request, index) ? CS_OK : CS_NOT_FOUND;
     }
     request.Finish(index, code);
   }
@@ -240,7 +243,7 @@ void PosixTier::RunAside(const std::shared_ptr<Request>& request,
   aside_pool_->NoteStuck(left_behind);
   if (left_behind > 0 && request->tier_data() == nullptr &&
       Request::Clock::now() - request->created() >= timeout_ / 2) {
-    core_->NoteHung(*request, request->batch().blocks);
+    core_->NoteHung(*request, /*is_dump=*/false);
   }
   request->Wait();  // nothing here touches the caller's memory: it has ended
 }
@@ -279,7 +282,7 @@ Status PosixTier::Dump(const std::shared_ptr<Request>& request) {
   const std::shared_ptr<BlockWrites> writes = plan.value();
   if (Status admitted = Admit(core_->dump, request, writes); !admitted.ok()) return admitted;
   // Else the first dump after another's clear would be taken for one from before.
-  if (!batch.epoch.has_value()) core_->NoticeClears(/*aside=*/false);
+  if (!batch.epoch.has_value()) core_->NoticeClears(/*aside=*/nullptr);
   for (const auto& block : writes->blocks) {
     if (block->directory != nullptr) block->epoch = block->directory->epoch();
   }
@@ -305,7 +308,7 @@ void PosixTier::Cancel(const std::shared_ptr<Request>& request, Code code) {
   pool.NoteStuck(left_behind);
   // A caller who waits for less has learnt nothing about the directory.
   if (code == CS_TIMEOUT && Request::Clock::now() - request->created() >= timeout_) {
-    core_->NoteHung(*request, request->batch().blocks);
+    core_->NoteHung(*request, is_dump);
   }
 }
 
@@ -329,14 +332,14 @@ Status PosixTier::Clear() {
 }
 
 uint64_t PosixTier::Epoch() const {
-  core_->NoticeClears(/*aside=*/false);
+  core_->NoticeClears(/*aside=*/nullptr);
   uint64_t sum = 0;  // each only grows
   for (const auto& directory : core_->io->directories()) sum += directory->epoch();
   return sum;
 }
 
 uint64_t PosixTier::LatestClear() const {
-  core_->NoticeClears(/*aside=*/false);
+  core_->NoticeClears(/*aside=*/nullptr);
   uint64_t mixed = 0;
   for (const auto& directory : core_->io->directories()) {
     mixed = mixed * 31 + directory->latest_clear();

@@ -34,7 +34,7 @@ void ShardIo::Dump(Request& request, size_t shard, WorkerPool::Scratch& scratch)
       directory != nullptr && directory->zero_copy() && (!direct || IsAligned(source));
   if (request.Begin(shard, zero_copy)) {
     const Code thrown = Thrown([&] {
-      if (Exists(batch.blocks[shard])) {
+      if (Exists(batch.blocks[shard], &request, shard)) {
         block.existing.store(true, std::memory_order_relaxed);
       } else if (directory == nullptr || directory->health().use() != Health::Use::kFull) {
         SetOnce(block.failure, CS_IO);  // said when it was taken out of use
@@ -74,6 +74,7 @@ bool ShardIo::HasRoom(Directory& directory, BlockWrite& block) {
 
 void ShardIo::WriteShard(Request& request, size_t shard, Directory& directory, BlockWrite& block,
                          How how, WorkerPool::Scratch& scratch) {
+  request.NotePlace(shard, &directory);
   const Batch& batch = request.batch();
   const std::span<uint8_t* const> source = batch.tensors_of(shard);
   uint8_t* const small = scratch.small.Get(kRecordSize + kAlignment);
@@ -182,6 +183,7 @@ void ShardIo::EndBlock(Request& request, size_t shard, BlockWrite& block,
                        WorkerPool::Scratch& scratch) {
   const BlockId& id = request.batch().blocks[shard];
   const auto finish = [&](Code code) { return request.FinishAll(block.shards, code); };
+  request.NotePlace(shard, block.directory);
   if (block.existing.load(std::memory_order_relaxed)) {
     RemoveTemporary(block);
     // Counted before the waiter can look, and only what wasn't given up.

@@ -73,10 +73,11 @@ Places ShardIo::PlacesOf(const BlockId& block) const {
   return places;
 }
 
-bool ShardIo::Exists(const BlockId& block) const {
+bool ShardIo::Exists(const BlockId& block, Request* request, size_t shard) const {
   if (unreadable_.Contains(block)) return false;
   const Places places = PlacesOf(block);
   for (size_t i = 0; i < places.size(); ++i) {
+    if (request != nullptr) request->NotePlace(shard, &places[i]);
     const Result<FileInfo> info = env_.Stat(places[i].BlockPath(block));
     places[i].health().Note(Health::Call::kRead, info.status());
     if (info.ok() && info.value().is_regular && info.value().size == file_size_) return true;

@@ -82,8 +82,9 @@ class ShardIo {
   Places PlacesOf(const BlockId& block) const;
 
   // Whether a whole block file lies there: one system call, but where directories
-  // are not in full use.
-  bool Exists(const BlockId& block) const;
+  // are not in full use. `request`, if it may be given up: it is told where its
+  // shard looks, as by all that is done here for a request.
+  bool Exists(const BlockId& block, Request* request = nullptr, size_t shard = 0) const;
   // Groups a dump request by block; CS_INVALID unless each has all its shards.
   // No I/O; the epochs are the caller's to note.
   Result<std::shared_ptr<BlockWrites>> PlanDump(const Batch& batch) const;

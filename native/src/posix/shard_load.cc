@@ -36,6 +36,7 @@ void ShardIo::Load(Request& request, size_t shard, WorkerPool::Scratch& scratch)
                       zero_copy ? target : std::span<uint8_t* const>(bounced),
                       zero_copy ? small + kRecordSize : large + payload_,
                       zero_copy ? small : large + stride_};
+    request.NotePlace(shard, &places[i]);
     const Code found = ReadAndCheck(transfer);
     if (found != CS_NOT_FOUND) code = found;
   }

@@ -24,6 +24,7 @@ class Request::Held {
 Request::Request(Batch batch, std::function<void()> on_done)
     : batch_(std::move(batch)),
       on_done_(std::move(on_done)),
+      places_(batch_.size()),
       shards_(batch_.size()),
       results_(batch_.size(), CS_INTERNAL),
       pending_(batch_.size()) {}

@@ -22,6 +22,7 @@
 #ifndef CACHESTORE_TIER_REQUEST_H_
 #define CACHESTORE_TIER_REQUEST_H_
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -83,6 +84,10 @@ class Request {
   // `shards` are those of one block: `runner` in kTouching or kWorking, the
   // rest in kParked. All go to kPublishing, or none (false).
   [[nodiscard]] bool BeginPublish(std::span<const size_t> shards, size_t runner, bool sure);
+  // Where the shard's next I/O goes, in the tier's own terms.
+  void NotePlace(size_t shard, const void* place) {
+    places_[shard].store(place, std::memory_order_relaxed);
+  }
   // False: Cancel was first, and `code` is without effect.
   bool Finish(size_t shard, Code code);
   // The same for all shards of a block, at once: no Cancel comes between. How
@@ -92,6 +97,8 @@ class Request {
   Code result(size_t shard);
   // Whether Cancel counted this shard's worker as left behind.
   bool left_behind(size_t shard);
+  // Where its I/O went last; null: it has had none.
+  const void* place(size_t shard) const { return places_[shard].load(std::memory_order_relaxed); }
 
   // For a job that will never run: ends the shard if nobody has begun it.
   void EndQueued(size_t shard, Code code);
@@ -124,6 +131,7 @@ class Request {
   const std::function<void()> on_done_;
   OnShard on_shard_;
   std::shared_ptr<void> tier_data_;
+  std::vector<std::atomic<const void*>> places_;
 
   std::mutex mutex_;  // guards all below; results_ until all has ended
   std::condition_variable ended_;

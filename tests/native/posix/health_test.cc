@@ -144,7 +144,7 @@ TEST(Health, WritesThatFailBetweenReadsMakeItReadOnly) {
 
 TEST(Health, HungCallsTakeItOutOfUse) {
   Judged judged;
-  for (uint32_t i = 0; i < Health::kPatience; ++i) judged.health.NoteHung();
+  for (uint32_t i = 0; i < Health::kPatience; ++i) judged.health.NoteHung(Call::kRead);
   EXPECT_TRUE(judged.health.use() == Use::kOut);
   EXPECT_NE(judged.NextEvent(CS_EVENT_WARNING).find("doesn't answer in time"), std::string::npos);
 }

@@ -249,6 +249,55 @@ TEST(MultiDirectory, OneThatHangsIsTakenOut) {
   EXPECT_TRUE(two.ComesBack());
 }
 
+// ... which is the one where the work was, though its blocks are looked for in
+// another one before.
+TEST(MultiDirectory, TheOneThatHangsIsBlamed) {
+  enum class Work { kLoad, kLookup, kLookForClears, kDump };
+  for (const Work work : {Work::kLoad, Work::kLookup, Work::kLookForClears, Work::kDump}) {
+    Two two(/*timeout_ms=*/200, FaultEnv::kNfs);
+    for (const Op op : {Op::kOpenWrite, Op::kRename}) {
+      two.env.Before(op, On(two.a.path(), FailingWith(EROFS)));
+    }
+    Pages more(two.setup, 100, 20);
+    more.Fill();
+    (void)DumpAll(*two.store, more);
+    ASSERT_EQ(two.store->Stats().posix_directories_read_only, 1u);
+    // A block that the first one wants and the second one has, but for a dump.
+    const auto wanted = std::find(two.in_a.begin(), two.in_a.end(), 1) - two.in_a.begin();
+    const BlockId id = two.pages->block_ids()[static_cast<size_t>(wanted)];
+    Pages page(two.setup, static_cast<uint64_t>(wanted), 1);
+    page.Fill();
+    ASSERT_EQ(unlink(BlockPath(two.setup, id).c_str()), 0);
+    if (work != Work::kDump) EXPECT_TRUE(DumpAll(*two.store, page) == Repeated(1, CS_OK));
+
+    Gate gate;
+    const std::string at = two.b.path() + "/identity/";
+    const auto hanging = [&](const char* where) { return On(at + where, Holding(gate)); };
+    if (work == Work::kLoad) two.env.Before(Op::kOpenRead, hanging("blocks"));
+    if (work == Work::kLookup) two.env.Before(Op::kStat, hanging("blocks"));
+    if (work == Work::kLookForClears) two.env.Before(Op::kStat, hanging("cleared"));
+    if (work == Work::kDump) two.env.Before(Op::kWriteFull, hanging("tmp"));
+    const std::chrono::milliseconds limit(250);
+    for (int i = 0; i < 3; ++i) {
+      EXPECT_EQ(two.store->Stats().posix_directories_out, 0u);
+      if (work == Work::kLoad) {
+        EXPECT_TRUE(LoadAll(*two.store, page, limit) == Repeated(1, CS_TIMEOUT));
+      } else if (work == Work::kDump) {
+        EXPECT_TRUE(DumpAll(*two.store, page, limit) == Repeated(1, CS_TIMEOUT));
+      } else {
+        EXPECT_FALSE(IsPresent(*two.store, id));
+      }
+    }
+    // Where writes hang what lies there is still served.
+    const bool reads = work == Work::kDump;
+    EXPECT_TRUE(two.HasEvent(two.b.path() + (reads ? " is only read from" : " is out of use")));
+    EXPECT_EQ(two.store->Stats().posix_directories_out, reads ? 0u : 1u);
+    EXPECT_EQ(two.store->Stats().posix_directories_read_only, reads ? 2u : 1u);
+    gate.Open();
+    EXPECT_TRUE(two.env.WaitIdle());
+  }
+}
+
 // Two names of one directory.
 TEST(MultiDirectory, OneGivenTwiceIsRefused) {
   const TempDir a;
