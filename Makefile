@@ -57,7 +57,7 @@ define native-run
 fixed=; setarch -R true 2>/dev/null && fixed="setarch -R"; \
 for sanitizer in $(SANITIZERS); do \
     echo "[test] native tests, $$sanitizer sanitizer"; \
-    $$fixed "$(BIN)/ctest" --test-dir build/native-$$sanitizer --output-on-failure $(1); \
+    $$fixed "$(BIN)/ctest" --test-dir build/native-$$sanitizer --parallel 2 --output-on-failure $(1); \
 done
 endef
 
