@@ -18,6 +18,8 @@
 #include <ctime>
 #include <memory>
 
+#include "base/fork.h"
+
 namespace cachestore {
 namespace {
 
@@ -60,7 +62,11 @@ class RealEnv final : public Env {
   }
 
   Result<Fd> OpenLocked(const std::string& path, bool create) override {
-    Result<Fd> opened = Open(path, O_RDWR | (create ? O_CREAT : 0), "open");
+    Result<Fd> opened = Fd{-1};
+    (void)OpenUnforked([&] {
+      opened = Open(path, O_RDWR | (create ? O_CREAT : 0), "open");
+      return opened.ok() ? opened.value() : -1;
+    });
     if (!opened.ok()) return opened;
     struct flock whole = {};
     whole.l_type = F_WRLCK;
@@ -68,14 +74,15 @@ class RealEnv final : public Env {
     const Fd fd = opened.value();
     if (RetryEintr([&] { return fcntl(fd, F_OFD_SETLK, &whole); }) == 0) return fd;
     const int error = errno;
-    close(fd);
+    CloseUnforked(fd);
     if (error == EAGAIN || error == EACCES) return Status(CS_REFUSED, "locked: " + path);
     return Status::FromErrno(error, "lock", path);
   }
 
   // Linux releases the descriptor also when close() says EINTR: no retry.
   Status Close(Fd fd) override {
-    if (close(fd) == 0 || errno == EINTR) return Status::Ok();
+    const int closed = IsUnforked(fd) ? CloseUnforked(fd) : close(fd);
+    if (closed == 0 || errno == EINTR) return Status::Ok();
     return Status::FromErrno(errno, "close", FdName(fd));
   }
 

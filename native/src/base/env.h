@@ -59,7 +59,7 @@ class Env {
   virtual Result<Fd> OpenWrite(const std::string& path, bool direct) = 0;
   // Opens or creates a lock file and takes its whole-file exclusive lock
   // without waiting; CS_REFUSED if somebody else holds it. The lock belongs to
-  // the open file description and ends with it.
+  // the open file description and ends with it; a forked child has no part in it.
   virtual Result<Fd> OpenLocked(const std::string& path, bool create) = 0;
   // The error matters only to who has written: some filesystems report a full
   // disk no sooner.

@@ -14,6 +14,8 @@
 #include <cstdlib>
 #include <fstream>
 
+#include "base/fork.h"
+
 namespace cachestore {
 namespace {
 
@@ -48,7 +50,8 @@ uint32_t UserId() { return geteuid(); }
 
 Result<Fd> OpenSharedFile(const std::string& path, bool create) {
   const int flags = O_RDWR | O_CLOEXEC | O_NOFOLLOW | (create ? O_CREAT : 0);
-  const Fd fd = RetryEintr([&] { return open(path.c_str(), flags, 0600); });
+  const Fd fd =
+      OpenUnforked([&] { return RetryEintr([&] { return open(path.c_str(), flags, 0600); }); });
   if (fd < 0) return Status::FromErrno(errno, "open", path);
   return fd;
 }
@@ -65,7 +68,7 @@ Result<SharedFileInfo> StatSharedFile(Fd fd) {
   return info;
 }
 
-void CloseSharedFile(Fd fd) { close(fd); }
+void CloseSharedFile(Fd fd) { CloseUnforked(fd); }
 
 Status ReserveSharedFile(Fd fd, uint64_t size) {
   if (RetryEintr([&] { return ftruncate(fd, static_cast<off_t>(size)); }) != 0) {

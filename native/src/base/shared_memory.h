@@ -48,7 +48,8 @@ void UnmapMemory(uint8_t* memory, uint64_t size);
 void KeepFromChildren(uint8_t* memory, uint64_t size);
 
 // Locks on one byte of a file, owned by the open file description: they end
-// with its last descriptor, whatever becomes of the process.
+// with its last descriptor, whatever becomes of the process. A forked child has
+// none of it (fork.h).
 bool TryLockByte(Fd fd, uint64_t byte);
 void UnlockByte(Fd fd, uint64_t byte);
 // Whether another open file description holds any of `count` bytes.

@@ -28,36 +28,6 @@ constexpr uint64_t kProcessBytes = 16;  // process p's is this + p
 constexpr std::chrono::milliseconds kCleanerPatience{50};
 constexpr char kNamePrefix[] = "cachestore-region-";
 
-// Descriptors to close in a forked child, which may call nothing but
-// async-signal-safe functions: a fixed array, no lock.
-std::array<std::atomic<Fd>, 256> open_regions;
-
-void InChild() {
-  for (std::atomic<Fd>& entry : open_regions) {
-    const Fd fd = entry.exchange(0);
-    if (fd > 0) CloseSharedFile(fd);
-  }
-}
-
-void WatchForks() {
-  static const int registered = pthread_atfork(nullptr, nullptr, &InChild);
-  (void)registered;
-}
-
-void Remember(Fd fd) {
-  for (std::atomic<Fd>& entry : open_regions) {
-    Fd none = 0;
-    if (entry.compare_exchange_strong(none, fd)) return;
-  }
-}
-
-void Forget(Fd fd) {
-  for (std::atomic<Fd>& entry : open_regions) {
-    Fd same = fd;
-    if (entry.compare_exchange_strong(same, 0)) return;
-  }
-}
-
 bool LockWithin(Fd fd, uint64_t byte, std::chrono::milliseconds patience) {
   const auto deadline = std::chrono::steady_clock::now() + patience;
   while (!TryLockByte(fd, byte)) {
@@ -132,7 +102,6 @@ Result<std::unique_ptr<Region>> Region::OpenShared(const RegionOptions& options,
     Result<Fd> opened = OpenSharedFile(path, /*create=*/true);
     if (!opened.ok()) return opened.status();
     region->fd_ = opened.value();
-    Remember(region->fd_);
     const Result<SharedFileInfo> info = StatSharedFile(region->fd_);
     if (!info.ok()) return info.status();
     if (!info.value().is_ours && SameFile(region->fd_, path)) {
@@ -258,7 +227,6 @@ Status Region::Attach(Region& region, const RegionOptions& options) {
 }
 
 Status Region::MapWhole(uint64_t size) {
-  WatchForks();
   Result<uint8_t*> mapped = MapMemory(fd_, size, huge_pages_);
   if (!mapped.ok()) return mapped.status();
   memory_ = mapped.value();
@@ -312,10 +280,7 @@ void Region::Close() {
   }
   self_ = kNone;
   if (memory_ != nullptr) UnmapMemory(std::exchange(memory_, nullptr), size_);
-  if (fd_ >= 0) {
-    Forget(fd_);
-    CloseSharedFile(std::exchange(fd_, -1));
-  }
+  if (fd_ >= 0) CloseSharedFile(std::exchange(fd_, -1));
 }
 
 int Region::RemoveAbandoned(const std::string& directory, const std::string& keep) {
