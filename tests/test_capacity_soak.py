@@ -118,7 +118,7 @@ def test_a_million_files(options, memory_directory, record_property):
     print(
         f"lookup {few_us:.2f} us a key among 1,000 files; among 1,000,000 {same_us:.2f} of the "
         f"same keys ({same_us / few_us:.2f} times), {spread_us:.2f} of any "
-        f"({spread_us / few_us:.2f}): the kernel's own entries for a thousand files fit the CPU's caches; "
+        f"({spread_us / few_us:.2f}; the kernel's entries for a thousand files fit its caches); "
         f"{counters['evicted_blocks']} evicted in {seconds:.0f} s, {grown} KiB more memory"
     )
     record_property("lookup_ratio", same_us / few_us)
