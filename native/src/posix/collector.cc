@@ -45,6 +45,8 @@ milliseconds Collector::Step(bool times_are_written) {
   CountChanges();
   Look();
   MeasureRoom();
+  // For a burst of dumps that may never come back no more than a part goes.
+  if (known_) wanted_ = std::min(wanted_, std::max(used_ / 32, 64 * walk_.largest()));
   // What is oldest is known when every use is noted, so first of all this is asked for.
   if (times_are_written && wants_room()) Evict();
   wants_room_.store(Need() > 0, std::memory_order_relaxed);
@@ -134,6 +136,7 @@ void Collector::StopCollecting() {
 }
 
 void Collector::Follow() {
+  // At first, too: a full disk has no room for what a file has never held.
   const SpaceChanges changes = space_.changes();
   if (changes != written_ && directory_.WriteChanges(changes).ok()) written_ = changes;
   const Result<CollectorState> read = ReadState();
@@ -147,7 +150,7 @@ void Collector::Follow() {
     if (!granted_) {
       // It may have been deleted, so that the collector can't see this store.
       (void)directory_.MakeTemporaryDirectory();
-      written_ = {};
+      written_.reset();
     }
     if (state.limits.capacity == 0) granted = UINT64_MAX / 2;
     space_.KnowGrant(state.used, granted, changes);
@@ -208,7 +211,10 @@ void Collector::CountChanges() {
       if (!said.ok()) continue;
       const auto changes = DecodeSpaceChanges(said.value());
       // One that hasn't said anything yet is a writer all the same.
-      if (changes.has_value()) count(name, *changes);
+      if (changes.has_value()) {
+        if (!first_count_) wanted_ += Minus(changes->lacked, writer.changes.lacked);
+        count(name, *changes);
+      }
       ProbeWriter(writer, lock);
     }
   }
@@ -339,8 +345,7 @@ uint64_t Collector::AlmostFull() const {
 // How many bytes are to go.
 uint64_t Collector::Need() const {
   if (!known_) return 0;
-  // For a burst of dumps that may never come back no more than a part goes.
-  uint64_t need = std::min(wanted_, std::max(used_ / 32, 64 * walk_.largest()));
+  uint64_t need = wanted_;
   if (making_room_) {
     if (limits_.capacity > 0) {
       need = std::max(need, Minus(used_, std::min(limits_.low(), AlmostFull())));

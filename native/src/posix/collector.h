@@ -20,6 +20,7 @@
 #include <cstdint>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -113,8 +114,8 @@ class Collector {
   std::string last_warning_;
   bool compared_ = false;  // the limits, with the present collector's
 
-  SpaceChanges written_;  // ours, that a collector can read
-  bool granted_ = false;  // the collector knows of this store
+  std::optional<SpaceChanges> written_;  // ours, that a collector can read
+  bool granted_ = false;                 // the collector knows of this store
 
   // While collecting.
   BlockWalk walk_;
@@ -132,7 +133,7 @@ class Collector {
   bool first_count_ = false;                // since this store collects
   std::map<std::string, uint64_t> clears_;  // the mark of each identity's latest
   bool making_room_ = false;                // between the watermarks
-  uint64_t wanted_ = 0;                     // bytes that dumps lacked
+  uint64_t wanted_ = 0;                     // bytes that dumps lacked, of all stores
   uint64_t free_ = UINT64_MAX;              // on the filesystem
   CollectorState told_;
 };

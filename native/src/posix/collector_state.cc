@@ -9,7 +9,7 @@ namespace cachestore {
 namespace {
 
 constexpr std::string_view kTitle = "cachestore-collector 1\n";
-constexpr char kChangesMagic[8] = {'C', 'S', 'S', 'P', 'A', 'C', 'E', '1'};
+constexpr char kChangesMagic[8] = {'C', 'S', 'S', 'P', 'A', 'C', 'E', '2'};
 
 // The next line must be `name` and a number.
 template <typename Number>
@@ -74,9 +74,10 @@ void EncodeSpaceChanges(const SpaceChanges& changes, std::span<uint8_t, kSpaceCh
   for (size_t i = 0; i < 8; ++i) {
     bytes[8 + i] = static_cast<uint8_t>(changes.added >> (8 * i));
     bytes[16 + i] = static_cast<uint8_t>(changes.removed >> (8 * i));
+    bytes[24 + i] = static_cast<uint8_t>(changes.lacked >> (8 * i));
   }
-  const uint32_t crc = Crc32c(0, bytes.data(), 24);
-  for (size_t i = 0; i < 4; ++i) bytes[24 + i] = static_cast<uint8_t>(crc >> (8 * i));
+  const uint32_t crc = Crc32c(0, bytes.data(), 32);
+  for (size_t i = 0; i < 4; ++i) bytes[32 + i] = static_cast<uint8_t>(crc >> (8 * i));
 }
 
 std::optional<SpaceChanges> DecodeSpaceChanges(std::string_view bytes) {
@@ -89,8 +90,8 @@ std::optional<SpaceChanges> DecodeSpaceChanges(std::string_view bytes) {
       value |= uint64_t{static_cast<uint8_t>(bytes[at + i])} << (8 * i);
     return value;
   };
-  if (number(24, 4) != Crc32c(0, bytes.data(), 24)) return std::nullopt;
-  return SpaceChanges{number(8, 8), number(16, 8)};
+  if (number(32, 4) != Crc32c(0, bytes.data(), 32)) return std::nullopt;
+  return SpaceChanges{number(8, 8), number(16, 8), number(24, 8)};
 }
 
 }  // namespace cachestore

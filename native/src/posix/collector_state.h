@@ -31,8 +31,9 @@ struct CollectorState {
   static std::optional<CollectorState> Parse(std::string_view text);
 };
 
-// The first bytes of a store's lock file: what it has added and removed.
-inline constexpr size_t kSpaceChangesSize = 32;
+// The first bytes of a store's lock file: what it has added and removed, and what it
+// had no room for.
+inline constexpr size_t kSpaceChangesSize = 40;
 void EncodeSpaceChanges(const SpaceChanges& changes, std::span<uint8_t, kSpaceChangesSize> bytes);
 std::optional<SpaceChanges> DecodeSpaceChanges(std::string_view bytes);
 

@@ -57,6 +57,7 @@ void Space::NoteFull(uint64_t bytes) {
   {
     const std::lock_guard lock(mutex_);
     wanted_ += bytes;
+    changes_.lacked += bytes;
   }
   if (wake_) wake_();
 }

@@ -39,10 +39,12 @@ struct SpaceLimits {
   }
 };
 
-// What one store has published and removed since it was opened, in bytes.
+// What one store has published and removed since it was opened, and what its dumps
+// had no room for on the filesystem, in bytes.
 struct SpaceChanges {
   uint64_t added = 0;
   uint64_t removed = 0;
+  uint64_t lacked = 0;
 
   bool operator==(const SpaceChanges&) const = default;
 };
@@ -63,7 +65,7 @@ class Space {
   void Publish(uint64_t bytes);
   // This store has removed a block other than by eviction.
   void Remove(uint64_t bytes);
-  // The filesystem had no room, or has some again.
+  // The filesystem had no room, which whoever collects is told, or has some again.
   void NoteFull(uint64_t bytes);
   void NoteRoom() {
     if (full_.load(std::memory_order_relaxed)) full_.store(false, std::memory_order_relaxed);

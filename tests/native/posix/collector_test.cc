@@ -373,6 +373,85 @@ TEST(Collector, AFullDiskMakesRoomWhereThatIsAllowed) {
   }
 }
 
+// The one that finds the disk full needn't be the one that collects.
+TEST(Collector, AFullDiskThatAnotherStoreFindsMakesRoom) {
+  TempDir root;
+  const StoreSetup setup = SetupOf(root.path(), 1000);
+  auto collecting = OpenOrFail(setup);
+  ASSERT_TRUE(collecting != nullptr && Collects(*collecting));
+  FaultEnv env;
+  auto store = OpenOrFail(setup, env);
+  ASSERT_TRUE(store != nullptr);
+  EXPECT_EQ(Dump(*store, setup, 0, 8), 8u);
+  EXPECT_TRUE(UsedBecomes(*collecting, 8));
+  // Nothing that allocates succeeds, until there is room.
+  std::atomic<bool> full{true};
+  env.Before(Op::kWriteFull, [&](FaultEnv::Call& call) {
+    const bool allocates = !call.path.ends_with("/lock");
+    return full && allocates ? Status(CS_NO_SPACE, "injected") : Status::Ok();
+  });
+  EXPECT_EQ(Dump(*store, setup, 8, 2), 0u);
+  EXPECT_EQ(StatsOf(*store).dump_no_space, 2u);
+  EXPECT_EQ(StatsOf(*store).posix_directories_full, 1u);
+  EXPECT_EQ(StatsOf(*store).posix_collecting, 0u);
+  EXPECT_TRUE(Eventually([&] { return StatsOf(*collecting).evicted_blocks == 2; }));
+  EXPECT_TRUE(UsedBecomes(*store, 6));
+  EXPECT_EQ(StatsOf(*store).posix_directories_full, 1u);
+  // It is looked for without a dump, too.
+  full = false;
+  EXPECT_TRUE(Eventually([&] { return StatsOf(*store).posix_directories_full == 0; }));
+  EXPECT_EQ(Dump(*store, setup, 8, 2), 2u);
+  EXPECT_EQ(StatsOf(*collecting).evicted_blocks, 2u);
+}
+
+// A burst of dumps for which there is no room costs no more than a part.
+TEST(Collector, MakesRoomForABurstPieceByPiece) {
+  TempDir root;
+  const StoreSetup setup = SetupOf(root.path(), 10000);
+  Pages pages(setup, 0, 200);
+  pages.Fill();
+  {
+    auto store = OpenOrFail(setup);
+    ASSERT_TRUE(store != nullptr);
+    EXPECT_TRUE(DumpAll(*store, pages) == Repeated(200, CS_OK));
+  }
+  EventRing events;
+  DirectoryOptions options;
+  options.root = root.path();
+  options.identity_name = setup.identity;
+  options.limits.capacity = setup.capacities[0];
+  Directory collecting_in(Env::Real(), events, options);
+  Directory other_in(Env::Real(), events, options);
+  ASSERT_OK(collecting_in.Open());
+  ASSERT_OK(other_in.Open());
+  Collector collecting(Env::Real(), events, collecting_in);
+  Collector other(Env::Real(), events, other_in);
+  for (int i = 0; i < 3; ++i) collecting.Step();
+  ASSERT_TRUE(collecting.collecting());
+  other.Step();
+  collecting.Step();
+  EXPECT_EQ(collecting.evicted_blocks(), 0u);
+  for (int i = 0; i < 1000; ++i) other_in.space().NoteFull(kFile);
+  other.Step();
+  collecting.Step();  // looks for the oldest
+  collecting.Step();
+  EXPECT_EQ(collecting.evicted_blocks(), 64u);
+  for (int i = 0; i < 5; ++i) {
+    other.Step();
+    collecting.Step();
+  }
+  EXPECT_EQ(collecting.evicted_blocks(), 64u);
+  other_in.space().NoteFull(kFile);
+  other.Step();
+  collecting.Step();
+  collecting.Step();
+  EXPECT_EQ(collecting.evicted_blocks(), 65u);
+  collecting.Close();
+  other.Close();
+  collecting_in.Close();
+  other_in.Close();
+}
+
 // A filesystem with room for so many blocks.
 class SmallDisk : public FaultEnv {
  public:
