@@ -27,6 +27,7 @@ _ERROR_BYTES = 1024
 _PARTS = (
     "base/checksum*",
     "base/env",
+    "base/fork",
     "base/shared_memory",
     "base/status",
     "host_copy/affinity",
