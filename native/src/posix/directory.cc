@@ -141,11 +141,19 @@ void Directory::Probe() {
     read = blocks.code() == CS_NOT_FOUND && blocks.error() != ESTALE ? Status::Ok() : blocks;
   }
   if (read.ok() && written.ok()) written = TryWriting();
-  if (read.ok() && owes_clear_.load()) {
-    read = MoveBlocksToTrash();
-    if (read.ok()) owes_clear_.store(false);
+  for (bool settled = false; !settled;) {
+    std::unique_lock lock(clear_mutex_);
+    const uint64_t owed = clears_owed_;
+    settled = !read.ok() || owed == clears_made_;
+    if (settled) {
+      health_.NoteProbe(read, written, Health::Clock::now());
+    } else {
+      lock.unlock();
+      read = MoveBlocksToTrash();
+      lock.lock();
+      if (read.ok()) clears_made_ = owed;  // more may be owed by now
+    }
   }
-  health_.NoteProbe(read, written, Health::Clock::now());
   if (!health_.full()) space_.NoteRoom();
 }
 
@@ -319,6 +327,23 @@ Status Directory::MakeTrash() {
   // A link to a directory: nothing is moved out of here.
   if (Status removed = env_.Unlink(path); !removed.ok()) return removed;
   return env_.MakeDirectories(path);
+}
+
+Status Directory::Clear() {
+  const auto is_out = [&] { return health_.use() == Health::Use::kOut; };
+  if (!is_out()) {
+    // It may have failed meanwhile, and this with it.
+    if (Status moved = MoveBlocksToTrash(); moved.ok() || !is_out()) return moved;
+  }
+  if (!OweClear()) return MoveBlocksToTrash();  // brought back meanwhile
+  return {CS_IO, options_.root + " is out of use: it is cleared before it is used again"};
+}
+
+bool Directory::OweClear() {
+  const std::lock_guard lock(clear_mutex_);
+  if (health_.use() != Health::Use::kOut) return false;
+  ++clears_owed_;
+  return true;
 }
 
 Status Directory::MoveBlocksToTrash() {

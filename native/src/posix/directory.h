@@ -91,10 +91,9 @@ class Directory {
   // none.
   uint64_t latest_clear() const { return latest_clear_.load(); }
 
-  // Makes all blocks disappear at once; RemoveTrash then frees their space.
-  Status MoveBlocksToTrash();
-  // The same once the directory can be used again, and before it is.
-  void OweClear() { owes_clear_.store(true); }
+  // Makes all blocks disappear at once; RemoveTrash then frees their space. While
+  // the directory is out of use it is an error, and done before that is over.
+  Status Clear();
   // Removes cleared blocks and the temporary files of stores that are gone
   // (their lock is free). `stop` is asked between files. Only then is a clear
   // sure to outlast a power cut.
@@ -110,6 +109,8 @@ class Directory {
   Status CheckDirect(uint64_t filesystem_type);
   Status WriteTemporary(const std::function<Status()>& write);
   Status WriteManifest();
+  bool OweClear();
+  Status MoveBlocksToTrash();
   Status MarkClear();
   Result<uint64_t> ReadClear();
   Status MakeTrash();
@@ -125,13 +126,18 @@ class Directory {
   Health health_;
   std::atomic<bool> zero_copy_{false};  // set by Open, which may come later
   std::atomic<bool> direct_;
-  std::atomic<bool> owes_clear_{false};
   std::atomic<bool> owes_sync_{false};
   std::atomic<bool> has_manifest_{false};  // has written it once
   std::atomic<uint64_t> next_temporary_{0};
   std::atomic<uint64_t> epoch_{0};
   std::atomic<uint64_t> latest_clear_{0};  // changed with clear_mutex_ held, and epoch_ with it
   std::mutex clear_mutex_;                 // never held across I/O
+  // Guarded by clear_mutex_, with which a probe brings the directory back. So one that
+  // is in use owes nothing, and what was stored before a clear doesn't outlast it: it
+  // lies in `blocks` when that is moved, or its Publish, which looks once more after
+  // its rename, finds another epoch.
+  uint64_t clears_owed_ = 0;  // in all
+  uint64_t clears_made_ = 0;  // of those
 
   Space space_;
   std::mutex open_mutex_;  // held while it is opened

@@ -69,20 +69,12 @@ struct PosixTier::Core {
     }
   }
 
-  Status Clear(Directory& directory) {
-    if (directory.health().use() != Health::Use::kOut) return directory.MoveBlocksToTrash();
-    directory.OweClear();
-    // Brought back meanwhile.
-    if (directory.health().use() != Health::Use::kOut) return directory.MoveBlocksToTrash();
-    return {CS_IO, directory.root() + " is out of use: it is cleared before it is used again"};
-  }
-
   void RunAside(Request& request, size_t index) {
     if (!request.Begin(index, /*touches=*/false)) return;
     Code code = CS_OK;
     if (request.tier_data() == nullptr && index == 0) NoticeClears(&request);
     if (request.tier_data() != nullptr) {  // a clear
-      const Status cleared = Clear(*io->directories()[index]);
+      const Status cleared = io->directories()[index]->Clear();
       if (!cleared.ok()) events->Add(CS_EVENT_ERROR, "clear: " + cleared.text());
       upkeep->NoteClear(index);
       code = cleared.code();

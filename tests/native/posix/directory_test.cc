@@ -9,6 +9,7 @@
 #include <array>
 #include <filesystem>
 #include <set>
+#include <thread>
 
 #include "fixture.h"
 #include "harness.h"
@@ -244,13 +245,51 @@ TEST(Directory, ClearTakesAllBlocksAndNoOthers) {
   std::vector<std::string> paths;
   for (uint64_t i = 0; i < 20; ++i) paths.push_back(Store(opened, IdOf(i)));
   const std::string kept = Store(other, IdOf(1));
-  EXPECT_OK(opened.directory.MoveBlocksToTrash());
+  EXPECT_OK(opened.directory.Clear());
   for (const std::string& path : paths) EXPECT_NE(access(path.c_str(), F_OK), 0);
-  EXPECT_OK(opened.directory.MoveBlocksToTrash());  // nothing there
+  EXPECT_OK(opened.directory.Clear());  // nothing there
   opened.directory.RemoveTrash(kNever);
   EXPECT_TRUE(FilesBelow(root.path() + "/id/trash").empty());
   EXPECT_EQ(access(kept.c_str(), F_OK), 0);
   EXPECT_FALSE(opened.events.Take().has_value());
+}
+
+// Whichever comes first, a clear or the probe that brings the directory back: one
+// that is in use again has been cleared.
+TEST(Directory, IsClearedBeforeItIsBroughtBack) {
+  const TempDir root;
+  FaultEnv env;
+  Opened opened(root.path(), env);
+  Directory& directory = opened.directory;
+  // The clear comes about when the probe makes its last call, sooner or later.
+  std::atomic<bool> probed{false};
+  env.After(Op::kUnlink, On("-probe", [&](FaultEnv::Call&) {
+              probed = true;
+              return Status::Ok();
+            }));
+  size_t owed = 0;
+  for (uint64_t round = 0; round < 200; ++round) {
+    probed = false;
+    const std::string path = Store(opened, IdOf(round));
+    directory.health().StartAs(Health::Use::kOut, {CS_IO, "out"});
+    std::thread probing([&] { directory.Probe(); });
+    while (!probed) {
+    }
+    for (std::atomic<uint64_t> i{0}; i < round; ++i) {
+    }
+    const Status cleared = directory.Clear();
+    probing.join();
+    owed += cleared.ok() ? 0 : 1;
+    if (directory.health().use() == Health::Use::kOut) directory.Probe();
+    ASSERT_TRUE(directory.health().use() == Health::Use::kFull);
+    ASSERT_NE(access(path.c_str(), F_OK), 0);
+    // And is not cleared once more.
+    const std::string kept = Store(opened, IdOf(10000 + round));
+    directory.Probe();
+    ASSERT_EQ(access(kept.c_str(), F_OK), 0);
+    directory.RemoveTrash(kNever);
+  }
+  EXPECT_GT(owed, 0u);
 }
 
 // A cleaner at work in trash/ must not make a clear do nothing and say "done",
@@ -260,14 +299,14 @@ TEST(Directory, ClearWhileTheCleanerRuns) {
   FaultEnv env;
   Opened opened(root.path(), env);
   Store(opened, IdOf(1));
-  ASSERT_OK(opened.directory.MoveBlocksToTrash());
+  ASSERT_OK(opened.directory.Clear());
   // The cleaner has listed trash/; then comes a clear, before each removal.
   env.Before(Op::kRemoveDirectory, [&](FaultEnv::Call&) {
     static thread_local bool inside = false;
     if (inside) return Status::Ok();
     inside = true;
     const std::string path = Store(opened, IdOf(2));
-    EXPECT_OK(opened.directory.MoveBlocksToTrash());
+    EXPECT_OK(opened.directory.Clear());
     EXPECT_NE(access(path.c_str(), F_OK), 0);
     inside = false;
     return Status::Ok();
@@ -282,7 +321,7 @@ TEST(Directory, ClearWhileTheCleanerRuns) {
     if (times->fetch_sub(1) > 0) std::filesystem::remove_all(root.path() + "/id/trash");
     return Status::Ok();
   });
-  EXPECT_OK(opened.directory.MoveBlocksToTrash());
+  EXPECT_OK(opened.directory.Clear());
   EXPECT_NE(access(path.c_str(), F_OK), 0);
 }
 

@@ -321,6 +321,31 @@ TEST(MultiDirectory, OneOutOfUseIsClearedBeforeItComesBack) {
   EXPECT_TRUE(Eventually([&] { return FilesBelow(two.a.path() + "/identity/trash").empty(); }));
 }
 
+// ... as often as it was told to: what another process stored after the first of
+// two clears goes with the second.
+TEST(MultiDirectory, EveryClearThatIsOwedIsMade) {
+  Two two;
+  StoreSetup alone = two.setup;
+  alone.roots = {two.a.path()};
+  const auto other = OpenOrFail(alone);
+  Pages between(alone, 0, 20);
+  between.Fill();
+  two.TakeOut(FailingWith(EIO));
+  EXPECT_EQ(two.store->Clear().code(), CS_IO);
+  std::atomic<int> moves{0};
+  two.env.NoHooks();
+  two.env.After(Op::kRename, On(two.a.path() + "/identity/trash/", [&](FaultEnv::Call&) {
+                  if (moves.fetch_add(1) > 0) return Status::Ok();
+                  EXPECT_TRUE(DumpAll(*other, between) == Repeated(20, CS_OK));
+                  EXPECT_EQ(two.store->Clear().code(), CS_IO);
+                  return Status::Ok();
+                }));
+  EXPECT_TRUE(two.ComesBack());
+  EXPECT_EQ(moves.load(), 2);
+  EXPECT_TRUE(LookupAll(*two.store, *two.pages) == std::vector<uint8_t>(20, 0));
+  EXPECT_TRUE(LookupAll(*other, between) == std::vector<uint8_t>(20, 0));
+}
+
 // F06: absent until it is stored anew, and no load is issued meanwhile that a
 // lookup could ask for.
 TEST(MultiDirectory, AFailedLoadMakesTheBlockAbsent) {

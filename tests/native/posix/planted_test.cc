@@ -64,13 +64,13 @@ TEST(Planted, ClearAndReclaimingFollowNoLink) {
     fs::create_symlink(outside.path(), link);
     if (std::string(place) == "tmp/y/file") WriteFile(root.path() + "/id/tmp/y/lock", {});
     for (int i = 0; i < 2; ++i) {
-      (void)opened.directory.MoveBlocksToTrash();
+      (void)opened.directory.Clear();
       opened.directory.RemoveTrash(kNever);
     }
     outside.ExpectWhole();
     // And it works again.
     opened.Store(IdOf(1));
-    EXPECT_OK(opened.directory.MoveBlocksToTrash());
+    EXPECT_OK(opened.directory.Clear());
     EXPECT_NE(access(opened.directory.BlockPath(IdOf(1)).c_str(), F_OK), 0);
     outside.ExpectWhole();
   }
@@ -90,7 +90,7 @@ TEST(Planted, AnIdentityThatIsALinkIsRefused) {
   ASSERT_OK(opened.status);
   fs::rename(root.path() + "/id", root.path() + "/old");
   fs::create_symlink(outside.path(), root.path() + "/id");
-  EXPECT_EQ(opened.directory.MoveBlocksToTrash().code(), CS_INVALID);
+  EXPECT_EQ(opened.directory.Clear().code(), CS_INVALID);
   EXPECT_EQ(access((outside.path() + "/blocks/abc/file").c_str(), F_OK), 0);
 }
 
@@ -103,7 +103,7 @@ TEST(Planted, PublishingRemovesNobodyElsesBlock) {
   const std::string temporary = opened.directory.NewTemporaryPath();
   WriteFile(temporary, {1});
   env.After(Op::kRename, On("/blocks/", [&](FaultEnv::Call&) {
-              EXPECT_OK(other.directory.MoveBlocksToTrash());
+              EXPECT_OK(other.directory.Clear());
               other.Store(IdOf(1));
               return Status::Ok();
             }));
@@ -173,7 +173,7 @@ TEST(Planted, AClearIsSyncedBehindIt) {
   opened.Store(IdOf(1));
   opened.directory.RemoveTrash(kNever);
   EXPECT_EQ(env.calls(Op::kSyncDirectory), 0u);
-  EXPECT_OK(opened.directory.MoveBlocksToTrash());
+  EXPECT_OK(opened.directory.Clear());
   EXPECT_EQ(env.calls(Op::kSyncDirectory), 0u);
   opened.directory.RemoveTrash(kNever);
   opened.directory.RemoveTrash(kNever);
