@@ -1,7 +1,8 @@
 // Every system call of an operation fails in turn, with each error that it can
 // give; is done and fails all the same; falls short; or is the last one that its
 // process makes. Afterwards no visible block is wrong, lookups agree with loads,
-// results with lookups, and nothing is left lying about.
+// results with lookups, what is counted as used with what is there, and nothing
+// is left lying about.
 //
 // An operation is a line of kOperations. Calls are counted while it runs, the
 // threads' behind it included; which call is the n-th may differ from time to
@@ -16,9 +17,11 @@
 #include <cstdio>
 #include <cstdlib>
 
+#include "base/aligned_buffer.h"
 #include "cache/processes.h"
 #include "fixture.h"
 #include "harness.h"
+#include "posix/collector.h"
 #include "posix/one_fault.h"
 
 namespace cachestore::test {
@@ -138,6 +141,26 @@ struct Trial {
   Status status;
 };
 
+// A collector that begins now counts what is there, to the byte, whatever happened.
+bool UsageIsRight(const StoreSetup& setup) {
+  uint64_t there = 0;
+  for (const std::string& path : FilesBelow(setup.roots[0] + "/" + setup.identity + "/blocks")) {
+    there += AlignUp(Env::Real().Stat(path).value().size);
+  }
+  EventRing events;
+  DirectoryOptions options;
+  options.root = setup.roots[0];
+  options.identity_name = setup.identity;
+  options.limits.capacity = 1 << 30;
+  Directory directory(Env::Real(), events, options);
+  if (!EXPECT_OK(directory.Open())) return false;
+  Collector collector(Env::Real(), events, directory);
+  collector.Step();  // the files are few: all of a pass
+  collector.Close();
+  directory.Close();
+  return directory.space().used() == there;
+}
+
 // Where its `run` starts is the same each time, whatever the trial before left.
 struct Operation {
   const char* name;
@@ -251,6 +274,7 @@ Fault Try(const StoreSetup& setup, const Operation& operation, const Way& way, s
       if (mode == Mode::kFromThenOn) trial.Reopen();
       operation.check(trial, trial.LookAndLoad());
       trial.store->Close();
+      trial.Expect(UsageIsRight(setup), "what is counted as used is there");
       trial.Expect(DescriptorCount() == descriptors, "no descriptor is left open");
     }
     fine = trial.fine;
@@ -354,6 +378,7 @@ void CrashInTurn(size_t index, size_t way) {
       const bool keeps = operation.run != RunClear;
       trial.Expect(!keeps || present[0] == 1, "what was stored before is there");
       trial.store->Close();
+      trial.Expect(UsageIsRight(setup), "what is counted as used is there");
       trial.Expect(NamesIn(setup, "tmp").empty(), "a close leaves nothing");
       trial.Expect(DescriptorCount() == descriptors, "no descriptor is left open");
       if (!trial.fine) return;
