@@ -25,6 +25,7 @@ class DirectEnv : public FaultEnv {
   std::atomic<size_t> direct_opens{0};
   std::atomic<size_t> block_opens{0};  // of block files and those to be
   std::atomic<size_t> direct_reads{0};
+  std::atomic<size_t> cut_reads{0};
   std::atomic<size_t> direct_writes{0};
 
   Result<Fd> OpenRead(const std::string& path, bool direct) override {
@@ -44,6 +45,12 @@ class DirectEnv : public FaultEnv {
     if (IsDirect(fd)) {
       if (refuse_read || !Fits(parts, offset)) return Refused("read");
       ++direct_reads;
+      // Where a file ends elsewhere the rest is asked for from there, which some
+      // filesystems refuse for its offset before they look at the end.
+      const Result<uint64_t> read = FaultEnv::ReadFull(fd, parts, offset);
+      if (!read.ok() || (offset + read.value()) % alignment == 0) return read;
+      ++cut_reads;
+      return Refused("read");
     }
     return FaultEnv::ReadFull(fd, parts, offset);
   }
@@ -366,9 +373,8 @@ TEST(Direct, RequiredIsNeverDoneWithout) {
 TEST(Direct, FileThatIsCutIsNoRefusal) {
   for (const off_t length : {0, 5000, 4096, 12288, 16000}) {
     const TempDir root;
-    if (const std::string why = Refusal(root.path()); !why.empty()) SKIP(why);
     const StoreSetup setup = DirectSetup(root);
-    DirectEnv env(/*real=*/true);
+    DirectEnv env;
     const auto store = OpenOrFail(setup, env);
     Pages pages(setup, 0, 2);
     ExpectRoundTrip(*store, pages);
@@ -381,6 +387,7 @@ TEST(Direct, FileThatIsCutIsNoRefusal) {
     EXPECT_EQ(codes[0], CS_CORRUPT);
     EXPECT_EQ(codes[1], CS_OK);
     EXPECT_FALSE(IsPresent(*store, IdOf(0)));
+    EXPECT_EQ(env.cut_reads.load(), length % 4096 == 0 ? 0u : 1u);
     env.NoHooks();
     env.direct_opens = env.block_opens = 0;
     Pages more(setup, 10, 2);
