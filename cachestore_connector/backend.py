@@ -38,7 +38,7 @@ from .errors import Code, ConfigError, StoreClosed
 from .flat_pages import FlatPages
 from .guard import all_false, never_raises
 from .opening import open_store, space
-from .pages import LayoutError, PageLayout, page_layout
+from .pages import LayoutError, PageLayout, layout_name, page_layout
 from .prefix_links import PrefixLinks
 from .store import GAUGES, Event, Store
 from .throttle import Throttle
@@ -99,6 +99,8 @@ class CacheStore(FlatPages, HiCacheStorage):
             raise ConfigError("dcp_size", self.storage_config.dcp_size, "1 (no DCP)")
         try:
             layout = page_layout(mem_pool_host)
+            if not layout.tensor_sizes:
+                raise LayoutError("the pool holds no bytes of its own (side pools come later)")
         except LayoutError as error:
             raise ConfigError(
                 "hicache_mem_layout", getattr(mem_pool_host, "layout", None), str(error)
@@ -144,7 +146,7 @@ class CacheStore(FlatPages, HiCacheStorage):
             model_identity=self.config.model_identity,
             storage_format_tag=getattr(pool, "storage_format_tag", None),
             dtype=dtype,
-            layout=pool.layout,
+            layout=layout_name(pool),
             device_layout=_device_layout(pool),
             page_size=layout.page_size,
             tensor_sizes=layout.tensor_sizes,

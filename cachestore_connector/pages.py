@@ -1,28 +1,23 @@
 """Page layouts: from SGLang's host indices to the addresses and sizes of a page's tensors.
 
-A host pool tells them itself (``get_page_buffer_meta``), in a Python loop over pages and layers.
 Host pools are plain arrays, so the address of a tensor is linear in the page number; `PageLayout`
-learns base and stride of each tensor once and computes a batch in one array operation.
+knows base and stride of each tensor and computes a batch in one array operation. Both are those of
+`pool_tensors`; what the pool tells itself (``get_page_buffer_meta``, in a Python loop over pages
+and layers) checks them once.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Any
 
 import numpy as np
 import torch
 
-# Layouts whose pages are known to be whole, contiguous ranges per tensor.
-LAYOUTS = ("page_first", "page_first_direct", "layer_first", "page_first_kv_split")
+from .pool_tensors import LayoutError, Offers, asking, page_count, tensors_of
 
-# Of those, the ones that SGLang itself has no flat page for (``get_data_page`` raises): a page's
-# tensors are in several buffers.
-_NO_FLAT_PAGE = ("page_first_kv_split",)
-
-
-class LayoutError(ValueError):
-    """The host pool's pages can't be stored. The message says what is wrong with it."""
+__all__ = ["LayoutError", "PageLayout", "layout_name", "page_layout"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +27,7 @@ class PageLayout:
     ``page_size``: tokens. ``page_count``: pages of the pool. ``tensor_sizes``: bytes, in the
     pool's own order. ``bases``, ``strides``: int64, one number per tensor: its address
     in page 0, and from one page to the next. ``flat_order``: the order of the tensors in SGLang's
-    flat page (``get_data_page``), a slice of the pool's one buffer: by address. For layer_first
+    flat page (``get_data_page``), a slice of the pool's buffer: by address. For layer_first
     that is all K layers, then all V layers, while the tensors alternate. None where SGLang has no
     flat page.
     """
@@ -43,6 +38,21 @@ class PageLayout:
     bases: np.ndarray
     strides: np.ndarray
     flat_order: tuple[int, ...] | None
+
+    def chunk(self, number: int, chunks: int) -> PageLayout:
+        """One of ``chunks`` equal shares of a page's tensors, without a flat page.
+
+        Of a page that is split by heads: K and V of some of the heads.
+        """
+        share = len(self.tensor_sizes) // chunks
+        mine = slice(number * share, (number + 1) * share)
+        return dataclasses.replace(
+            self,
+            tensor_sizes=self.tensor_sizes[mine],
+            bases=self.bases[mine],
+            strides=self.strides[mine],
+            flat_order=None,
+        )
 
     @property
     def page_bytes(self) -> int:
@@ -92,48 +102,90 @@ class PageLayout:
         return addresses
 
 
-def page_layout(pool: Any) -> PageLayout:
-    """The layout of a host pool (``HostKVCache``), learnt from some of its pages.
+def page_layout(pool: Any, split: int = 1) -> PageLayout:
+    """The layout of a host pool (``HostKVCache``), checked against what it says of some pages.
 
-    Raises `LayoutError` for a pool without pages of its own, of a layout not in `LAYOUTS`, or
-    whose addresses turn out not to be linear.
+    ``split``: chunks of heads that a ``page_head`` page is cut into (`PageLayout.chunk`). A pool
+    without bytes (SGLang's logical anchor) has pages without tensors.
+    Raises `LayoutError` for a pool whose pages can't be told or aren't where they should be, and
+    for whatever the pool's own methods raise.
     """
-    name = type(pool).__name__
-    if getattr(pool, "kv_buffer", None) is None:
-        raise LayoutError(f"host pool {name} holds no bytes of its own (side pools come later)")
-    if pool.layout not in LAYOUTS:
-        raise LayoutError(
-            f"host pool layout {pool.layout!r} is not supported; use --hicache-mem-layout "
-            + " or ".join(LAYOUTS)
-        )
-    if getattr(pool, "dcp_size", 1) > 1:
-        raise LayoutError("decode context parallelism (DCP) is not supported")
-    if getattr(pool, "stores_page_envelope", False):
-        raise LayoutError("page-envelope host pools are not supported")
-    if getattr(pool, "shared_allocation_domain", None) is not None:
-        raise LayoutError("host pools shared between ranks are not supported")
-    size, count = pool.page_size, pool.page_num
-    bases, sizes = _page_meta(pool, 0)
-    strides = np.zeros_like(bases)
-    if count > 1:
-        strides = _page_meta(pool, 1)[0] - bases
-    for number in {count // 2, count - 1}:
-        addresses, same = _page_meta(pool, number)
-        if same != sizes or not np.array_equal(addresses, bases + number * strides):
-            raise LayoutError(f"host pool {name}: page {number} doesn't lie as page 0 and 1 do")
-    flat_order: list[int] | None = None
-    if pool.layout not in _NO_FLAT_PAGE:
-        flat_order = list(range(len(sizes)))
-        if isinstance(pool.kv_buffer, torch.Tensor):
-            flat_order.sort(key=lambda tensor: int(bases[tensor]))
-    return PageLayout(
-        size, count, sizes, bases, strides, None if flat_order is None else tuple(flat_order)
+    described = tensors_of(pool, split)
+    if described is None:
+        return _learnt(pool, split)
+    tensors = described.tensors
+    layout = PageLayout(
+        page_size=described.page_size,
+        page_count=described.page_count,
+        tensor_sizes=tuple(tensor.size for tensor in tensors),
+        bases=np.array([tensor.address for tensor in tensors], dtype=np.int64),
+        strides=np.array([tensor.stride for tensor in tensors], dtype=np.int64),
+        flat_order=described.flat_order,
     )
+    with asking(pool):
+        if Offers.META in described.offers:
+            for number in _some_pages(layout.page_count):
+                _check(layout, number, _page_meta(pool, number, split))
+        if Offers.FLAT in described.offers:
+            _check_flat(pool, layout)
+    return layout
 
 
-def _page_meta(pool: Any, number: int) -> tuple[np.ndarray, tuple[int, ...]]:
+def layout_name(pool: Any) -> str:
+    """The layout by which pages are told apart: SGLang's name, and what else orders their bytes."""
+    groups = getattr(pool, "head_group_num", 1)
+    return f"{pool.layout}-{groups}-groups" if groups != 1 else pool.layout
+
+
+def _learnt(pool: Any, split: int) -> PageLayout:
+    """The layout of a pool of an unknown class, by its own word.
+
+    Believed only where the pages lie at equal distances, and are as large as SGLang's flat ones.
+    """
+    with asking(pool):
+        if split != 1:
+            raise LayoutError(f"pages of this class can't be cut into {split} chunks")
+        size, count = pool.page_size, page_count(pool)
+        bases, sizes = _page_meta(pool, 0)
+        if not sizes:
+            raise LayoutError("it holds no bytes of its own")
+        strides = np.zeros_like(bases)
+        if count > 1:
+            strides = _page_meta(pool, 1)[0] - bases
+        layout = PageLayout(size, count, sizes, bases, strides, None)
+        for number in _some_pages(count):
+            _check(layout, number, _page_meta(pool, number))
+        with contextlib.suppress(NotImplementedError):  # it has no flat page
+            _check_flat(pool, layout)
+    return layout
+
+
+def _some_pages(count: int) -> list[int]:
+    return sorted({0, min(1, count - 1), count // 2, count - 1})
+
+
+def _check(layout: PageLayout, number: int, said: tuple[np.ndarray, tuple[int, ...]]) -> None:
+    addresses, sizes = said
+    if sizes != layout.tensor_sizes or not np.array_equal(
+        addresses, layout.bases + number * layout.strides
+    ):
+        raise LayoutError(f"page {number} doesn't lie where the others say")
+
+
+def _check_flat(pool: Any, layout: PageLayout) -> None:
+    flat = pool.get_data_page((layout.page_count - 1) * layout.page_size, flat=True)
+    if flat.nbytes != layout.page_bytes:
+        raise LayoutError(
+            f"a flat page has {flat.nbytes} bytes, and its tensors {layout.page_bytes}"
+        )
+
+
+def _page_meta(pool: Any, number: int, split: int = 1) -> tuple[np.ndarray, tuple[int, ...]]:
     indices = torch.arange(number * pool.page_size, (number + 1) * pool.page_size)
-    addresses, sizes = pool.get_page_buffer_meta(indices)
+    if split == 1:
+        addresses, sizes = pool.get_page_buffer_meta(indices)
+    else:
+        addresses, sizes = pool.get_split_heads_page_buffer_meta(indices, split)
     # A tensor can be empty: that of the index in a pipeline stage without index layers.
     held = [(address, int(size)) for address, size in zip(addresses, sizes, strict=True) if size]
     return np.array([address for address, _ in held], dtype=np.int64), tuple(s for _, s in held)

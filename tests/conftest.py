@@ -4,6 +4,13 @@ import dataclasses
 
 import pytest
 
+import pool_table
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Print what came of SGLang's host pools, at the end of the run."""
+    pool_table.write(terminalreporter, config)
+
 
 @pytest.fixture
 def options(tmp_path):

@@ -6,12 +6,15 @@ import torch
 
 PAGE = 16
 
-# Layouts in which SGLang has a flat page.
+# Layouts in which SGLang has a flat page of every KV pool.
 FLAT_LAYOUTS = ("page_first", "page_first_direct", "layer_first")
+
+# Every layout that SGLang 0.5.23 has a name for.
+LAYOUTS = (*FLAT_LAYOUTS, "page_head", "page_unified", "page_first_kv_split")
 
 
 @contextlib.contextmanager
-def _host_budget():
+def host_budget():
     # SGLang keeps 10 GB of host memory free; a small machine has less, and these need kilobytes.
     from sglang.srt.mem_cache.pool_host.base import host_memory_budget_scope
 
@@ -19,23 +22,21 @@ def _host_budget():
         yield
 
 
-def mha_pool(*, layout="page_first_direct", layers=3, heads=2, dim=8, v_dim=None,
-             dtype=torch.bfloat16, page_size=PAGE, pages=8, fill=None):  # fmt: skip
-    """An MHATokenToKVPoolHost of at least ``pages`` pages; ``fill``: a seed for random bytes."""
+def mha_info(*, layers=3, heads=2, dim=8, v_dim=None, dtype=torch.bfloat16, page_size=PAGE,
+             scales=None):  # fmt: skip
+    """What a device pool of one page tells SGLang's host pools of itself."""
     from sglang.srt.mem_cache.device_pool_info import KVBufferLayout, KVBuffers, MHABufferInfo
-    from sglang.srt.mem_cache.pool_host import mha
 
     v_dim = v_dim or dim
-    tokens = page_size
 
     def buffers(width):
-        return tuple(torch.zeros(tokens, heads, width, dtype=dtype) for _ in range(layers))
+        return tuple(torch.zeros(page_size, heads, width, dtype=dtype) for _ in range(layers))
 
     def pointers(tensors):
         return torch.tensor([t.data_ptr() for t in tensors], dtype=torch.uint64)
 
     k, v = buffers(dim), buffers(v_dim)
-    info = MHABufferInfo(
+    return MHABufferInfo(
         buffers=KVBuffers(
             k=k, v=v, k_data_ptrs=pointers(k), v_data_ptrs=pointers(v), layout=KVBufferLayout.NHD
         ),
@@ -45,48 +46,69 @@ def mha_pool(*, layout="page_first_direct", layers=3, heads=2, dim=8, v_dim=None
         v_head_dim=v_dim,
         dtype=dtype,
         device=torch.device("cpu"),
+        scales=scales,
     )
-    kind = mha.MHATokenToKVPoolHost if v_dim == dim else mha.AsymmetricMHATokenToKVPoolHost
-    with _host_budget():
-        pool = kind(
+
+
+def mha_pool(*, layout="page_first_direct", layers=3, pages=8, page_size=PAGE, fill=None, drafts=0,
+             head_groups=1, **geometry):  # fmt: skip
+    """The host pool of `mha_info`, of the class that SGLang takes: ``pages`` pages or more.
+
+    ``fill``: a seed for random bytes. ``drafts``: layers of a draft model, packed after the rest.
+    """
+    from sglang.srt.mem_cache.pool_host import mha
+
+    info = mha_info(layers=layers, page_size=page_size, **geometry)
+    draft = [mha_info(layers=1, page_size=page_size, **geometry) for _ in range(drafts)]
+    with host_budget():
+        pool = mha.get_mha_host_pool_cls(info)(
             info, 1.0, 0, page_size, layout, pin_memory=False,
-            device_capacity_tokens=tokens, start_layer=0, end_layer=layers,
+            device_capacity_tokens=page_size, start_layer=0, end_layer=layers,
+            draft_buffer_infos=draft, head_group_num=head_groups,
             host_token_capacity=pages * page_size,
         )  # fmt: skip
-    return _filled(pool, fill)
+    return filled(pool, fill)
 
 
 def mla_pool(*, layout="page_first_direct", layers=3, rank=12, rope=4, dtype=torch.bfloat16,
-             page_size=PAGE, pages=8, fill=None):  # fmt: skip
-    """An MLATokenToKVPoolHost of at least ``pages`` pages."""
+             page_size=PAGE, pages=8, fill=None, drafts=0, row=None, **host):  # fmt: skip
+    """An MLATokenToKVPoolHost of at least ``pages`` pages.
+
+    ``row``: elements of a token's row, of a packed FP8 format; ``drafts``: as in `mha_pool`.
+    """
     from sglang.srt.mem_cache.device_pool_info import MLABufferInfo
 
-    tokens = page_size
-    buffers = tuple(torch.zeros(tokens, 1, rank + rope, dtype=dtype) for _ in range(layers))
-    info = MLABufferInfo(
-        buffers=buffers,
-        data_ptrs=torch.tensor([t.data_ptr() for t in buffers], dtype=torch.uint64),
-        layer_indices=tuple(range(layers)),
-        device_layer_num=layers,
-        page_size=page_size,
-        kv_lora_rank=rank,
-        qk_rope_head_dim=rope,
-        kv_cache_dim=rank + rope,
-        dtype=dtype,
-        device=torch.device("cpu"),
-    )
-    return _filled(_mla_host(info, layout, layers, pages), fill)
+    def info(layers):
+        width = row or rank + rope
+        buffers = tuple(torch.zeros(page_size, 1, width, dtype=dtype) for _ in range(layers))
+        return MLABufferInfo(
+            buffers=buffers,
+            data_ptrs=torch.tensor([t.data_ptr() for t in buffers], dtype=torch.uint64),
+            layer_indices=tuple(range(layers)),
+            device_layer_num=layers,
+            page_size=page_size,
+            kv_lora_rank=rank,
+            qk_rope_head_dim=rope,
+            kv_cache_dim=width,
+            dtype=dtype,
+            device=torch.device("cpu"),
+        )
+
+    host |= {"draft_buffer_infos": [info(1) for _ in range(drafts)]}
+    pool = _mla_host(info(layers), layout, layers, pages, override_kv_cache_dim=row, **host)
+    return filled(pool, fill)
 
 
-def _mla_host(info, layout, layers, pages):
+def _mla_host(info, layout, layers, pages, page_size=None, **host):
     """The host pool of an MLABufferInfo."""
     from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
-    with _host_budget():
+    page_size = page_size or info.page_size
+    with host_budget():
         return MLATokenToKVPoolHost(
-            info, 1.0, 0, info.page_size, layout, pin_memory=False,
-            device_capacity_tokens=info.page_size, start_layer=0, end_layer=layers,
-            target_layer_num=layers, host_token_capacity=pages * info.page_size,
+            info, 1.0, 0, page_size, layout, pin_memory=False,
+            device_capacity_tokens=page_size, start_layer=0, end_layer=layers,
+            target_layer_num=layers, host_token_capacity=pages * page_size, **host,
         )  # fmt: skip
 
 
@@ -139,25 +161,32 @@ def split_pool(*, layers=3, rank=12, rope=4, index=None, scale=False, index_laye
         device=torch.device("cpu"),
         packed_fp8=packed_fp8,
     )
-    return _filled(_mla_host(info, "page_first_kv_split", layers, pages), fill)
+    return filled(_mla_host(info, "page_first_kv_split", layers, pages), fill)
 
 
-def _buffers(pool):
-    """The tensors that hold a pool's pages, in the order of a page's tensors."""
-    if pool.layout != "page_first_kv_split":
-        return [pool.kv_buffer]
-    v = None if pool.dsa_kv_cache_store_fp8 else pool.v_buffer
-    return [
-        buffer
-        for buffer in (pool.k_buffer, v, pool.index_k_buffer, pool.index_k_scale_buffer)
-        if buffer is not None
-    ]
+# Where host pools keep their pages: a tensor, or several.
+_BUFFERS = ("k_buffer", "v_buffer", "index_k_buffer", "index_k_scale_buffer", "kv_buffer",
+            "index_k_with_scale_buffer", "temporal_buffer", "conv_buffer", "slot_state_buffers",
+            "k_scale_host", "v_scale_host")  # fmt: skip
 
 
-def _filled(pool, seed):
+def buffers(pool):
+    """The tensors that hold a pool's pages, each once, in the order of a page's tensors."""
+    held = {}
+    for name in _BUFFERS:
+        if name == "v_buffer" and getattr(pool, "dsa_kv_cache_store_fp8", False):
+            continue  # all is in K's rows, and SGLang doesn't store it
+        found = vars(pool).get(name)
+        for buffer in found if isinstance(found, (list, tuple)) else [found]:
+            if buffer is not None and buffer.numel():
+                held.setdefault(buffer.data_ptr(), buffer)
+    return list(held.values())
+
+
+def filled(pool, seed):
     if seed is not None:
         generator = torch.Generator().manual_seed(seed)
-        for buffer in _buffers(pool):
+        for buffer in buffers(pool):
             raw = buffer.view(torch.uint8)
             raw.copy_(torch.randint(0, 256, raw.shape, dtype=torch.uint8, generator=generator))
     return pool
@@ -177,7 +206,7 @@ def page_bytes(pool, number):
     Split pools, which SGLang can't flatten: the page of each buffer, one after another.
     """
     if pool.layout == "page_first_kv_split":
-        parts = [buffer[number].contiguous().view(torch.uint8).ravel() for buffer in _buffers(pool)]
+        parts = [buffer[number].contiguous().view(torch.uint8).ravel() for buffer in buffers(pool)]
         return torch.cat(parts)
     flat = pool.get_data_page(number * pool.page_size, flat=True)
     return flat.contiguous().view(torch.uint8).clone()

@@ -223,8 +223,8 @@ def test_wrong_settings_stop_the_attach(attach, changes, message):
 def test_a_layout_we_cannot_store_stops_the_attach(attach):
     """Pinned: the refusal names SGLang's flag and what it may be."""
     pool = host_pools.mha_pool()
-    pool.layout = "page_head"
-    with pytest.raises(ConfigError, match=r"hicache_mem_layout = 'page_head'.*page_first"):
+    pool.layout = "page_tail"
+    with pytest.raises(ConfigError, match=r"hicache_mem_layout = 'page_tail'.*page_first"):
         attach(pool)
 
 

@@ -30,12 +30,12 @@ LAYERS = [
     {"manifest", "model_facts"},
     {"config", "guard", "identity", "pages", "prefix_links", "store", "throttle", "transfer_log"}
     | {"weights"},
-    {"_config_file", "_settings_table", "_ffi"},
+    {"_config_file", "_settings_table", "_ffi", "pool_tensors"},
     {"_setting_types"},
     {"errors", "_native"},
 ]
 USES_SGLANG = {"backend", "plugin"} | set().union(*ASYNC_LOAD)
-USES_TORCH = {"backend", "plugin", "flat_pages", "pages"}
+USES_TORCH = {"backend", "plugin", "flat_pages", "pages", "pool_tensors"}
 
 # What each part of the native store may include beside itself.
 INCLUDES = {

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import host_pools
-from cachestore_connector.pages import LAYOUTS, LayoutError, page_layout
+from cachestore_connector.pages import LayoutError, layout_name, page_layout
+from cachestore_connector.pool_tensors import LAYOUTS
 
 FLAT = [
     pytest.param(getattr(host_pools, f"{kind}_pool"), {"layout": layout}, id=f"{kind}-{layout}")
@@ -30,8 +31,8 @@ POOLS = [
 
 
 def test_every_layout_is_tried():
-    """Pinned: a layout that is added is added to the pools here."""
-    assert {*host_pools.FLAT_LAYOUTS, "page_first_kv_split"} == set(LAYOUTS)
+    """Pinned: a layout that is added is added to the pools of the tests."""
+    assert set(host_pools.LAYOUTS) == set(LAYOUTS)
 
 
 def _read(address, size):
@@ -99,14 +100,8 @@ def test_a_split_page_has_no_flat_one():
 def test_empty_tensors_are_left_out():
     """Pinned: a stage without index layers has an index of no bytes, which isn't a tensor."""
     pool = host_pools.split_pool(index=8)
-    true_meta = pool.get_page_buffer_meta
-
-    def without_layers(indices):
-        addresses, sizes = true_meta(indices)
-        return addresses, [0 if i % 3 == 2 else size for i, size in enumerate(sizes)]
-
     whole = page_layout(pool)
-    pool.get_page_buffer_meta = without_layers
+    pool.index_k_buffer = pool.index_k_buffer[:, :0]
     learnt = page_layout(pool)
     assert learnt.tensor_sizes == whole.tensor_sizes[:2]
     indices = host_pools.indices(pool, [5])
@@ -140,8 +135,8 @@ def _dcp(pool):
     pool.dcp_size = 2
 
 
-def _page_head(pool):
-    pool.layout = "page_head"
+def _page_tail(pool):
+    pool.layout = "page_tail"
 
 
 @pytest.mark.parametrize(
@@ -151,7 +146,7 @@ def _page_head(pool):
         (_shared, "shared between ranks"),
         (_envelope, "page-envelope"),
         (_dcp, "DCP"),
-        (_page_head, "layout 'page_head' is not supported"),
+        (_page_tail, r"layout 'page_tail': this layout is not supported; use .* page_first_direct"),
     ],
 )
 def test_what_cannot_be_stored_is_refused(change, message):
@@ -162,9 +157,7 @@ def test_what_cannot_be_stored_is_refused(change, message):
         page_layout(pool)
 
 
-def test_addresses_that_are_not_linear_are_refused():
-    """Pinned: the rule that makes addresses computable is checked, not assumed."""
-    pool = host_pools.mha_pool()
+def _crooked(pool):
     true_meta = pool.get_page_buffer_meta
 
     def crooked(indices):
@@ -172,5 +165,51 @@ def test_addresses_that_are_not_linear_are_refused():
         return [a + (64 if indices[0] // pool.page_size > 3 else 0) for a in addresses], sizes
 
     pool.get_page_buffer_meta = crooked
-    with pytest.raises(LayoutError, match="doesn't lie as page 0 and 1 do"):
-        page_layout(pool)
+    return pool
+
+
+def test_addresses_that_sglang_tells_otherwise_are_refused():
+    """Pinned: what we say of the buffers is checked against the pool's own word, not assumed."""
+    with pytest.raises(LayoutError, match="page 4 doesn't lie where the others say"):
+        page_layout(_crooked(host_pools.mha_pool()))
+
+
+def _of_unknown_class(pool, **attributes):
+    pool.__class__ = type("NewHostPool", (type(pool),), attributes)
+    return pool
+
+
+def test_an_unknown_class_is_learnt_from_its_own_word():
+    """Pinned: a class that isn't known is believed where its pages are linear and whole."""
+    known = page_layout(host_pools.mha_pool())
+    pool = _of_unknown_class(host_pools.mha_pool())
+    learnt = page_layout(pool)
+    assert (learnt.tensor_sizes, learnt.page_count) == (known.tensor_sizes, known.page_count)
+    indices = host_pools.indices(pool, [6, 2])
+    assert learnt.addresses(indices, 2).ravel().tolist() == pool.get_page_buffer_meta(indices)[0]
+    assert learnt.flat_order is None
+    with pytest.raises(LayoutError, match=r"NewHostPool.*page 4 doesn't lie where"):
+        page_layout(_crooked(pool))
+
+
+def test_an_unknown_class_whose_word_leaves_bytes_out_is_refused():
+    """Pinned: scales beside K and V, say, of which the base class knows nothing."""
+    pool = host_pools.mha_pool()
+    flat = pool.get_data_page(0)
+    pool.get_data_page = lambda index, flat=True, page=flat: torch.cat([page, page[:4]])
+    with pytest.raises(LayoutError, match="a flat page has 3080 bytes, and its tensors 3072"):
+        page_layout(_of_unknown_class(pool))
+
+
+def test_layouts_whose_bytes_differ_have_names_that_differ():
+    """Pinned: heads in groups are bytes in another order, though the sizes are the same."""
+    made = [
+        host_pools.mha_pool(layout="page_unified", heads=4, head_groups=groups)
+        for groups in (1, 2, 4)
+    ]
+    assert [layout_name(pool) for pool in made] == [
+        "page_unified",
+        "page_unified-2-groups",
+        "page_unified-4-groups",
+    ]
+    assert layout_name(host_pools.mla_pool(layout="layer_first")) == "layer_first"
