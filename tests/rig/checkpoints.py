@@ -15,6 +15,8 @@ from pathlib import Path
 #: Requests draw token ids below this.
 VOCABULARY = 2048
 POSITIONS = 4096
+#: Tokens that Mellum's sliding-window layers see: two of the rig's pages.
+WINDOW = 128
 
 _COMMON = {
     "vocab_size": VOCABULARY,
@@ -70,11 +72,32 @@ def write_deepseek(directory: Path, *, seed: int = 0, dtype: str = "float32") ->
     return _write(DeepseekV2ForCausalLM, config, directory, seed, dtype, **extra)
 
 
-_WRITERS = {"llama": write_llama, "deepseek": write_deepseek}
+def write_mellum(directory: Path, *, seed: int = 0, dtype: str = "float32") -> Path:
+    """Write a tiny Mellum (GQA; all layers but one see ``WINDOW`` tokens), return ``directory``.
+
+    Three layers in one pool and one in the other: their pages differ in size.
+    """
+    from transformers import MellumConfig, MellumForCausalLM
+
+    config = MellumConfig(
+        **_COMMON,
+        num_key_value_heads=2,
+        head_dim=32,
+        sliding_window=WINDOW,
+        layer_types=[f"{kind}_attention" for kind in ("sliding", "full", "sliding", "sliding")],
+        mlp_layer_types=["dense"] * 4,  # what is tested is their KV
+        num_experts=4,  # of no layer, but SGLang reads these
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+    )
+    return _write(MellumForCausalLM, config, directory, seed, dtype)
+
+
+_WRITERS = {"llama": write_llama, "deepseek": write_deepseek, "mellum": write_mellum}
 
 
 def checkpoint(name: str, root: Path, *, seed: int = 0, dtype: str = "float32") -> Path:
-    """The ``llama`` or ``deepseek`` checkpoint below ``root``, written if it isn't there yet.
+    """The ``llama``, ``deepseek`` or ``mellum`` checkpoint, written below ``root`` if need be.
 
     Writing imports torch and transformers, which takes longer than the rest of a test. The folder's
     name holds a digest of this file, so a changed recipe isn't mistaken for the old one.
@@ -101,7 +124,9 @@ def _write(model_class, config, directory: Path, seed: int, dtype: str, **overri
     model = model_class(config).to(torch.float32)
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if "norm" in name:
+            if "q_norm" in name:
+                weight.fill_(3.0)  # attention is so sharp that the output depends on single tokens
+            elif "norm" in name:
                 weight.fill_(1.0)
             else:
                 weight.normal_(0.0, 0.1, generator=generator)

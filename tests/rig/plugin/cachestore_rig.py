@@ -14,6 +14,7 @@ import types
 from array import array
 
 import cachestore_rig_loads
+import cachestore_rig_windows
 
 
 def install() -> None:
@@ -27,6 +28,7 @@ def install() -> None:
     _stub_vllm()
     _disable_nccl()
     _rest_when_idle()
+    cachestore_rig_windows.install()
     cachestore_rig_loads.install()
 
 
