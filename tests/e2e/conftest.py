@@ -33,7 +33,7 @@ def pytest_collection_modifyitems(items):
         here = Path(item.path)
         if here.parent != TESTS / "e2e":
             return 0
-        return 1 if here.name == "test_rig.py" else 2
+        return 1 if here.name in ("test_rig.py", "test_hybrid_rig.py") else 2
 
     items.sort(key=turn)
     for item in items:
@@ -95,7 +95,8 @@ def serve(tmp_path, checkpoint):
 @pytest.fixture(scope="session")
 def file_storage(tmp_path_factory):
     """The directory of SGLang's own ``file`` backend on the shared servers, by model name."""
-    return {name: tmp_path_factory.mktemp(f"file-{name}") for name in ("llama", "deepseek")}
+    names = ("llama", "deepseek", "mellum")
+    return {name: tmp_path_factory.mktemp(f"file-{name}") for name in names}
 
 
 def _shared(name, checkpoint, file_storage, tmp_path_factory):
@@ -117,6 +118,13 @@ def llama_server(checkpoint, file_storage, tmp_path_factory):
 def deepseek_server(checkpoint, file_storage, tmp_path_factory):
     """A running server with the tiny DeepSeek-V2 (MLA), tp 1, and no storage backend attached."""
     with _shared("deepseek", checkpoint, file_storage, tmp_path_factory) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def mellum_server(checkpoint, file_storage, tmp_path_factory):
+    """A running server with the tiny Mellum (two pools), tp 1, and no storage backend attached."""
+    with _shared("mellum", checkpoint, file_storage, tmp_path_factory) as server:
         yield server
 
 
