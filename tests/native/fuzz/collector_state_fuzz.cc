@@ -19,7 +19,7 @@ std::map<std::string, Bytes> Seeds() {
   const std::string text = state.Format();
   const std::string none = CollectorState{}.Format();
   Bytes changes(kSpaceChangesSize);
-  EncodeSpaceChanges({1 << 30, 4096}, std::span<uint8_t, kSpaceChangesSize>(changes));
+  EncodeSpaceChanges({1 << 30, 4096, 8192}, std::span<uint8_t, kSpaceChangesSize>(changes));
   return {{"state", {text.begin(), text.end()}},
           {"no-limits", {none.begin(), none.end()}},
           {"cut-short", {text.begin(), text.end() - 3}},
@@ -42,7 +42,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   if (changes.has_value()) {
     fuzz::Bytes bytes(kSpaceChangesSize);
     EncodeSpaceChanges(*changes, std::span<uint8_t, kSpaceChangesSize>(bytes));
-    fuzz::Require(std::equal(bytes.begin(), bytes.begin() + 28, data), "nothing else is read so");
+    fuzz::Require(std::equal(bytes.begin(), bytes.begin() + 36, data), "nothing else is read so");
   }
   return 0;
 }

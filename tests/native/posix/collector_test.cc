@@ -358,7 +358,7 @@ TEST(Collector, AFullDiskMakesRoomWhereThatIsAllowed) {
     ASSERT_TRUE(store != nullptr);
     EXPECT_EQ(Dump(*store, setup, 0, 8), 8u);
     if (allowed) EXPECT_TRUE(UsedBecomes(*store, 8));
-    env.Before(Op::kWriteFull, On("/tmp/", FailingTimes(CS_NO_SPACE, 1)));
+    env.Before(Op::kWriteFull, On(TemporaryRoot(setup), FailingTimes(CS_NO_SPACE, 1)));
     EXPECT_EQ(Dump(*store, setup, 8, 1), 0u);
     EXPECT_EQ(StatsOf(*store).dump_no_space, 1u);
     EXPECT_TRUE(Loads(*store, setup, 7));
