@@ -29,7 +29,7 @@ LAYERS = [
     {"flat_pages", "opening"},
     {"manifest", "model_facts"},
     {"config", "guard", "identity", "pages", "prefix_links", "store", "throttle", "transfer_log"}
-    | {"weights"},
+    | {"prefix_hits", "weights"},
     {"_config_file", "_settings_table", "_ffi", "pool_tensors"},
     {"_setting_types"},
     {"errors", "_native"},
