@@ -69,6 +69,7 @@ class CacheStore(FlatPages, HiCacheStorage):
         self.identity: identities.Identity | None = None
         self.registered_pools: dict[Any, Any] = {}
         self._layout: PageLayout | None = None
+        self.staged_pages = 0
         self._store: Store | None = None
         self._pool: Any = None
         self._throttle = Throttle(logger)
@@ -117,6 +118,13 @@ class CacheStore(FlatPages, HiCacheStorage):
         self._sizes = np.tile(np.array(layout.tensor_sizes, dtype=np.int64), _SGLANG_BATCH)
         self.mem_pool_host = mem_pool_host
         self._close_before_destroy(mem_pool_host)
+        self.staged_pages = 0
+        if layout.staged is not None:
+            logger.warning(
+                "CacheStore: host pools of class %s aren't known, and tell no addresses: their "
+                "pages are copied once more on their way (counted as staged_pages)",
+                type(mem_pool_host).__name__,
+            )
         logger.info(
             "CacheStore: pipeline %s (%s) Pages of %d tokens, %d bytes in %d tensors, layout %s, "
             "in %s as %s; %s",
@@ -223,6 +231,7 @@ class CacheStore(FlatPages, HiCacheStorage):
         store, self._store = self._store, None
         if store is not None:
             counters, events = store.close()
+            counters |= self._staged_counter()
             self._log(events)
             said = ", ".join(
                 f"{name} {value}"
@@ -274,8 +283,7 @@ class CacheStore(FlatPages, HiCacheStorage):
 
         ``host_indices``: int64 on the CPU, ``len(keys) * page_size``.
         """
-        addresses = self._pool_addresses(keys, host_indices)
-        return self._transfer(Store.load, keys, addresses, extra_info)
+        return self._transfer_pool(Store.load, keys, host_indices, extra_info)
 
     @never_raises(all_false)
     def batch_set_v1(
@@ -285,11 +293,16 @@ class CacheStore(FlatPages, HiCacheStorage):
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
         """Store pages from the host pool. One bool a key; True also if it was stored before."""
-        addresses = self._pool_addresses(keys, host_indices)
-        return self._transfer(Store.dump, keys, addresses, extra_info)
+        return self._transfer_pool(Store.dump, keys, host_indices, extra_info)
 
-    def _pool_addresses(self, keys: Sequence[str], host_indices: torch.Tensor) -> Any:
-        return None if self._layout is None else self._layout.addresses(host_indices, len(keys))
+    def _transfer_pool(
+        self, move: Callable, keys: list[str], host_indices: torch.Tensor, extra_info: Any
+    ) -> list[bool]:
+        layout = self._layout
+        if layout is not None and layout.staged is not None:
+            return self._transfer_staged(move, keys, host_indices, extra_info)
+        addresses = None if layout is None else layout.addresses(host_indices, len(keys))
+        return self._transfer(move, keys, addresses, extra_info)
 
     def _transfer(
         self,
@@ -389,8 +402,15 @@ class CacheStore(FlatPages, HiCacheStorage):
 
     @never_raises(lambda *_, **__: {})
     def counters(self) -> dict[str, int]:
-        """The store's counters since attach (``cs_stats`` in c_api.h); empty when detached."""
-        return {} if self._store is None else self._store.stats()
+        """The store's counters since attach (``cs_stats`` in c_api.h); empty when detached.
+
+        And ``staged_pages``, of a host pool whose pages have no addresses.
+        """
+        store = self._store
+        return {} if store is None else store.stats() | self._staged_counter()
+
+    def _staged_counter(self) -> dict[str, int]:
+        return {"staged_pages": self.staged_pages} if self.staged_pages else {}
 
     def _log_events(self) -> None:
         store = self._store

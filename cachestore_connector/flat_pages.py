@@ -1,8 +1,10 @@
-"""The legacy calls: whole flat pages, as SGLang's generic path and older releases make them."""
+"""Whole flat pages: SGLang's legacy calls, and pools that only SGLang can copy pages of."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,14 +14,22 @@ from .guard import all_none, never_raises
 from .pages import PageLayout
 from .store import Store
 
+# Pages that are copied before they are transferred: bounds what the copies take.
+_STAGED_AT_ONCE = 16
+
 
 class FlatPages:
     """`get`, `set` and their batches, for a backend that transfers tensors by their addresses.
 
     The pages are the same blocks as those of the calls without copies: a flat page's tensors are
     found by `PageLayout.flat_addresses`.
+
+    ``staged_pages``: how many were copied through flat pages, for want of addresses.
     """
 
+    staged_pages: int
+    _counting = threading.Lock()  # loads and dumps come from threads of their own
+    mem_pool_host: Any
     _layout: PageLayout | None
     _transfer: Callable[..., list[bool]]
 
@@ -67,6 +77,33 @@ class FlatPages:
         """Store one flat page: `batch_set` of one."""
         page = value if value is not None else target_location
         return page is not None and self.batch_set([key], [page])
+
+    def _transfer_staged(
+        self, move: Callable, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any
+    ) -> list[bool]:
+        """Load or dump pages of the pool by copies of them, some at a time."""
+        layout, pool = self._layout, self.mem_pool_host
+        assert layout is not None and layout.staged is not None
+        slots = layout.first_slots(host_indices, len(keys)).tolist()
+        results: list[bool] = []
+        for first in range(0, len(keys), _STAGED_AT_ONCE):
+            part = slice(first, first + _STAGED_AT_ONCE)
+            if first:  # the page before this part's, for the next part as for the whole
+                extra_info = SimpleNamespace(prefix_keys=[keys[first - 1]])
+            if move is Store.dump:
+                pages = [pool.get_data_page(slot, flat=True).contiguous() for slot in slots[part]]
+            else:
+                pages = [torch.empty(layout.page_bytes, dtype=torch.uint8) for _ in slots[part]]
+            addresses = self._flat_addresses(keys[part], pages)
+            done = self._transfer(move, keys[part], addresses, extra_info)
+            if move is Store.load:
+                for slot, page, ok in zip(slots[part], pages, done, strict=True):
+                    if ok:
+                        pool.set_from_flat_data_page(slot, page.view(layout.staged))
+            with self._counting:
+                self.staged_pages += sum(done)
+            results += done
+        return results
 
     def _flat_addresses(self, keys: Sequence[str], pages: Sequence[torch.Tensor]) -> Any:
         layout = self._layout

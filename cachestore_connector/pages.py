@@ -30,6 +30,9 @@ class PageLayout:
     flat page (``get_data_page``), a slice of the pool's buffer: by address. For layer_first
     that is all K layers, then all V layers, while the tensors alternate. None where SGLang has no
     flat page.
+
+    ``staged``: the type of the flat pages of a pool that nobody else can find the bytes of. Then
+    the flat page is the one tensor, without addresses: the pool itself copies its pages.
     """
 
     page_size: int
@@ -38,6 +41,7 @@ class PageLayout:
     bases: np.ndarray
     strides: np.ndarray
     flat_order: tuple[int, ...] | None
+    staged: torch.dtype | None = None
 
     def chunk(self, number: int, chunks: int) -> PageLayout:
         """One of ``chunks`` equal shares of a page's tensors, without a flat page.
@@ -59,8 +63,8 @@ class PageLayout:
         """Bytes of one page, all tensors."""
         return sum(self.tensor_sizes)
 
-    def addresses(self, host_indices: torch.Tensor, pages: int) -> np.ndarray:
-        """Addresses of ``pages`` pages' tensors: int64, (pages, tensors), page after page.
+    def first_slots(self, host_indices: torch.Tensor, pages: int) -> np.ndarray:
+        """The first slot of each of ``pages`` pages: int64.
 
         ``host_indices``: int64 on the CPU, ``pages * page_size`` token slots, each page's from
         its first slot on. Raises ValueError for anything else.
@@ -73,16 +77,26 @@ class PageLayout:
         if host_indices.dtype not in (torch.int64, torch.int32):
             raise ValueError(f"host indices must be int64, got {host_indices.dtype}")
         first = host_indices.numpy()[:: self.page_size].astype(np.int64)
-        numbers = first // self.page_size
         if pages and (
-            (first != numbers * self.page_size).any()
-            or numbers.min() < 0
-            or numbers.max() >= self.page_count
+            (first % self.page_size).any()
+            or first.min() < 0
+            or first.max() >= self.page_count * self.page_size
         ):
             raise ValueError(
                 f"host indices {first.tolist()[:8]}... don't all start one of the pool's "
                 f"{self.page_count} pages of {self.page_size} tokens"
             )
+        return first
+
+    def addresses(self, host_indices: torch.Tensor, pages: int) -> np.ndarray:
+        """Addresses of ``pages`` pages' tensors: int64, (pages, tensors), page after page.
+
+        ``host_indices``: as in `first_slots`, which raises ValueError for others. So does this
+        for a staged layout.
+        """
+        if self.staged is not None:
+            raise ValueError("the pages of this host pool have no addresses: they are staged")
+        numbers = self.first_slots(host_indices, pages) // self.page_size
         return self.bases + numbers[:, None] * self.strides
 
     def flat_addresses(self, address: int) -> list[int]:
@@ -141,12 +155,16 @@ def _learnt(pool: Any, split: int) -> PageLayout:
     """The layout of a pool of an unknown class, by its own word.
 
     Believed only where the pages lie at equal distances, and are as large as SGLang's flat ones.
+    One that doesn't tell addresses is staged, if it has flat pages.
     """
     with asking(pool):
         if split != 1:
             raise LayoutError(f"pages of this class can't be cut into {split} chunks")
         size, count = pool.page_size, page_count(pool)
-        bases, sizes = _page_meta(pool, 0)
+        try:
+            bases, sizes = _page_meta(pool, 0)
+        except Exception as error:
+            return _staged(pool, size, count, error)
         if not sizes:
             raise LayoutError("it holds no bytes of its own")
         strides = np.zeros_like(bases)
@@ -158,6 +176,21 @@ def _learnt(pool: Any, split: int) -> PageLayout:
         with contextlib.suppress(NotImplementedError):  # it has no flat page
             _check_flat(pool, layout)
     return layout
+
+
+def _staged(pool: Any, size: int, count: int, no_addresses: Exception) -> PageLayout:
+    """The layout of a pool that copies its pages itself; ``no_addresses``: why nothing else can."""
+    try:
+        flat = [pool.get_data_page(number * size, flat=True) for number in (0, count - 1)]
+        usable = callable(pool.set_from_flat_data_page) and len({f.nbytes for f in flat}) == 1
+    except Exception as error:
+        raise LayoutError(
+            f"its pages have neither addresses ({no_addresses}) nor flat copies ({error})"
+        ) from error
+    if not usable or flat[0].device.type != "cpu" or not flat[0].nbytes:
+        raise LayoutError("its flat pages aren't bytes in the host's memory, equally many for each")
+    none = np.zeros(1, dtype=np.int64)
+    return PageLayout(size, count, (flat[0].nbytes,), none, none, (0,), flat[0].dtype)
 
 
 def _some_pages(count: int) -> list[int]:

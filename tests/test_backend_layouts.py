@@ -48,6 +48,51 @@ def test_pages_come_back_in_other_slots(attach, name):
     assert not any(part.any() for part in _pages(target, 1))
 
 
+def _only_flat(pool):
+    """The pool as one of a class that isn't known, and tells no addresses."""
+    pool.__class__ = type("NewHostPool", (type(pool),), {"get_page_buffer_meta": None})
+    return pool
+
+
+@pytest.mark.parametrize("layout", host_pools.FLAT_LAYOUTS)
+def test_a_pool_without_addresses_is_served_by_copies(attach, caplog, layout):
+    """Pinned: through SGLang's own flat pages, more than are copied at once, and counted."""
+    source, target = (host_pools.mla_pool(layout=layout, pages=40, fill=f) for f in (33, None))
+    caplog.set_level("WARNING", "cachestore")
+    backend, names = attach(_only_flat(source), is_mla=True), keys(37)
+    assert "NewHostPool aren't known" in caplog.text
+    assert "staged_pages" not in backend.counters()
+    assert backend.batch_set_v1(names, host_pools.indices(source, range(37))) == [True] * 37
+    assert backend.counters()["staged_pages"] == 37
+    reader = attach(_only_flat(target), is_mla=True)
+    wanted = [*names[:20], "absent", *names[21:]]
+    there = host_pools.indices(target, range(39, 2, -1))
+    got = reader.batch_get_v1(wanted, there)
+    assert got == [key != "absent" for key in wanted]
+    for number, ok in enumerate(got):
+        page = host_pools.page_bytes(target, 39 - number)
+        assert torch.equal(page, host_pools.page_bytes(source, number)) if ok else not page.any()
+    assert reader.counters()["staged_pages"] == 36
+    assert reader.batch_get_v1(names, there[:-1]) == [False] * 37
+    flat = reader.batch_get(names[:1])[0]
+    assert torch.equal(flat, host_pools.page_bytes(source, 0))
+
+
+def test_parts_of_a_staged_batch_are_linked(attach, monkeypatch):
+    """Pinned: the page before each part is the last of the part before, as if it were one call."""
+    pool = _only_flat(host_pools.mla_pool(pages=40, fill=34))
+    backend, names = attach(pool, is_mla=True), keys(33)
+    before, moved = [], backend._transfer
+
+    def transfer(move, part, addresses, extra_info):
+        before.append((part[0], backend._key_before(part[0], extra_info)))
+        return moved(move, part, addresses, extra_info)
+
+    monkeypatch.setattr(backend, "_transfer", transfer)
+    assert all(backend.batch_set_v1(names, host_pools.indices(pool, range(33))))
+    assert before == [(names[0], None), (names[16], names[15]), (names[32], names[31])]
+
+
 def test_equal_sizes_of_unequal_order_are_not_shared(attach):
     """Pinned: pages of one size whose bytes lie in another order are other pages."""
     same = {"heads": 4}

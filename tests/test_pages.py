@@ -213,3 +213,30 @@ def test_layouts_whose_bytes_differ_have_names_that_differ():
         "page_unified-4-groups",
     ]
     assert layout_name(host_pools.mla_pool(layout="layer_first")) == "layer_first"
+
+
+def _raising(name):
+    def method(self, *_, **__):
+        raise NotImplementedError(f"no {name} of a new pool")
+
+    return method
+
+
+def test_an_unknown_class_without_addresses_is_staged():
+    """Pinned: a pool that only copies its pages itself is told apart, and gives no addresses."""
+    pool = host_pools.mha_pool()
+    staged = page_layout(_of_unknown_class(pool, get_page_buffer_meta=_raising("meta")))
+    assert staged.staged is torch.bfloat16 and staged.tensor_sizes == (3072,)
+    indices = host_pools.indices(pool, [6, 2])
+    assert staged.first_slots(indices, 2).tolist() == [96, 32]
+    with pytest.raises(ValueError, match="have no addresses"):
+        staged.addresses(indices, 2)
+    assert staged.flat_addresses(4096) == [4096]
+
+
+@pytest.mark.parametrize("name", ["get_data_page", "set_from_flat_data_page"])
+def test_an_unknown_class_with_neither_is_refused(name):
+    """Pinned: neither addresses nor flat pages: refused in words, whatever the pool raised."""
+    lacking = {"get_page_buffer_meta": _raising("meta"), name: None}
+    with pytest.raises(LayoutError, match=r"NewHostPool .*(neither addresses|aren't bytes)"):
+        page_layout(_of_unknown_class(host_pools.mha_pool(), **lacking))
