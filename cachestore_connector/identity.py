@@ -1,8 +1,13 @@
 """Identity: everything that makes the bytes of a page differ for the same tokens.
 
 SGLang's page key says which tokens a page is for. Model, data type, layout, sharding and the rest
-are said by the `Identity`, and the two together make the block id. Two caches with different
-identities never share a block; two processes with the same identity share all of them.
+are said by the `Identity`. Two caches with different identities never share a block; two processes
+with the same identity share all of them.
+
+What SGLang keeps for one page lies in several places: each rank that holds other bytes has a part
+of it, and so has each host pool. Parts have identities of their own and one *family*: the fields
+that are the same for all of them. Page key and family together make the block id, so that the
+parts of a page have the same id, each in the directory of its identity.
 
 `Identity.block_id` and `Identity.block_ids` are the only way from a page key to a block id:
 lookups, loads and dumps all use them.
@@ -22,10 +27,23 @@ from .errors import ConfigError
 
 # Of what the fingerprint covers and of how block ids are derived. Raise it to leave every block
 # stored so far behind.
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 FINGERPRINT_BYTES = 32
 BLOCK_ID_BYTES = 16
+
+# What the parts of one page differ in.
+_OF_A_PART = (
+    "family",
+    "pool",
+    "tensor_sizes",
+    "tp_rank",
+    "pp_rank",
+    "attn_cp_rank",
+    "dcp_rank",
+    "start_layer",
+    "end_layer",
+)
 
 # Separates these hashes from every other use of BLAKE2b; exactly its 16 bytes.
 _PERSON = b"cachestore-block"
@@ -56,6 +74,9 @@ class Identity:
       are in.
 
     ``namespace`` is the user's own: tenants and experiments that are to share nothing.
+
+    ``family``: 64 hex digits, the SHA-256 of the fields that all parts of a page share, those of
+    its KV pool.
     """
 
     namespace: str | None
@@ -84,7 +105,13 @@ class Identity:
     end_layer: int | None
     variant: tuple[tuple[str, str], ...]
     pool: str
+    family: str = ""
     format_version: int = FORMAT_VERSION
+
+    def __post_init__(self) -> None:
+        if not self.family:
+            shared = {name: v for name, v in self.parts().items() if name not in _OF_A_PART}
+            object.__setattr__(self, "family", hashlib.sha256(canonical_json(shared)).hexdigest())
 
     def parts(self) -> dict[str, Any]:
         """Every field that says something, by name: JSON types only.
@@ -108,20 +135,23 @@ class Identity:
 
     @functools.cached_property
     def directory_name(self) -> str:
-        """A name for people to recognise, with 16 hex digits of the fingerprint to tell apart.
+        """A name for people to recognise, with hex digits to tell apart.
 
-        Of the model and the namespace, if there is one. At most 78 characters of
+        Of the model and the namespace, if there is one, and 16 digits of the family; then, after
+        the last dot, of the pool and 16 of the fingerprint. At most 136 characters of
         ``[A-Za-z0-9._-]``, and no leading dot.
         """
         name = self.model_identity or self.model_path or ""
         words = [_slug(name.rstrip("/").rpartition("/")[2], 40) or "model"]
         if self.namespace is not None:
             words.append(_slug(self.namespace, 20) or "namespace")
-        return "-".join([*words, self.fingerprint[:8].hex()])
+        pool = re.sub(r"[^A-Za-z0-9_-]", "_", self.pool)[:40]
+        return f"{'-'.join([*words, self.family[:16]])}.{pool}-{self.fingerprint[:8].hex()}"
 
     @functools.cached_property
     def _keyed_hash(self) -> Any:
-        return hashlib.blake2b(digest_size=BLOCK_ID_BYTES, key=self.fingerprint, person=_PERSON)
+        key = bytes.fromhex(self.family)
+        return hashlib.blake2b(digest_size=BLOCK_ID_BYTES, key=key, person=_PERSON)
 
     def block_id(self, key: str) -> bytes:
         """The 16-byte id of the block for page ``key``: any string, as `block_ids` does it."""
@@ -130,8 +160,8 @@ class Identity:
     def block_ids(self, keys: Iterable[str]) -> bytes:
         """The ids of the blocks for page ``keys``, 16 bytes each, one after another.
 
-        An id is BLAKE2b-128 of the key's UTF-8, keyed with the fingerprint. The state after the
-        fingerprint is copied for every key, which takes a third less time than starting anew.
+        An id is BLAKE2b-128 of the key's UTF-8, keyed with the family. The state after the family
+        is copied for every key, which takes a third less time than starting anew.
         """
         keyed = self._keyed_hash.copy
         ids = []
@@ -170,6 +200,7 @@ def from_parts(
     page_size: int,
     tensor_sizes: Sequence[int],
     is_mla: bool,
+    tp_replicated: bool | None = None,
     tp_rank: int = 0,
     tp_size: int = 1,
     pp_rank: int = 0,
@@ -185,6 +216,7 @@ def from_parts(
     end_layer: int | None = None,
     variant: Mapping[str, str] | None = None,
     pool: str = "kv",
+    family: str = "",
 ) -> Identity:
     """The identity of one cache, with what doesn't apply left out (see `Identity`).
 
@@ -195,9 +227,11 @@ def from_parts(
     as ``uint8``. ``layout``: the host pool's; ``device_layout``: the device pool's, if the rows
     that it has are in an order of their own, which the host pool keeps. ``page_size``: tokens.
     ``tensor_sizes``: bytes of each tensor of a page, in the order in which they are stored.
-    ``tp_lcm_size`` counts only with ``should_split_heads``. ``start_layer``, ``end_layer``: the
-    pool's, if known. ``variant``: whatever else changes the bytes (quantization, model overrides),
-    as name -> value. ``pool``: which of a model's host pools this is.
+    ``tp_replicated``: whether all tensor-parallel ranks hold the same bytes; left out, those of an
+    MLA model do. ``tp_lcm_size`` counts only with ``should_split_heads``. ``start_layer``,
+    ``end_layer``: the pool's, if known. ``variant``: whatever else changes the bytes (quantization,
+    model overrides), as name -> value. ``pool``: which of a model's host pools this is. ``family``:
+    of the model's KV pool, if this isn't it.
 
     Raises `ConfigError` if nothing but the served name says which weights these are: two models
     can be served under one name, and their pages would be taken for each other's. Raises
@@ -236,6 +270,9 @@ def from_parts(
     for name, layer in (("start_layer", start_layer), ("end_layer", end_layer)):
         if layer is not None:
             _require_int(name, layer, 0)
+    if family and not re.fullmatch(f"[0-9a-f]{{{2 * FINGERPRINT_BYTES}}}", family):
+        raise ValueError(f"family must be {2 * FINGERPRINT_BYTES} hex digits, got {family!r}")
+    replicated = is_mla if tp_replicated is None else tp_replicated
     pairs = tuple(sorted((variant or {}).items()))
     if not all(isinstance(part, str) for pair in pairs for part in pair):
         raise TypeError(f"variant must hold strings only, got {variant!r}")
@@ -252,7 +289,7 @@ def from_parts(
         page_size=page_size,
         tensor_sizes=tensor_sizes,
         is_mla=bool(is_mla),
-        tp_rank=None if is_mla else tp_rank,
+        tp_rank=None if replicated else tp_rank,
         tp_size=tp_size,
         pp_rank=pp_rank,
         pp_size=pp_size,
@@ -266,6 +303,7 @@ def from_parts(
         end_layer=end_layer,
         variant=pairs,
         pool=pool,
+        family=family,
     )
 
 

@@ -262,6 +262,7 @@ _IDENTITY_FIELDS: Mapping[str, tuple[Callable[[Any], bool], str, bool]] = {
     **dict.fromkeys(("tp_rank", "attn_cp_rank", "start_layer", "end_layer"), (*_COUNT, False)),
     "tp_lcm_size": (*_SIZE, False),
     **dict.fromkeys(("is_mla", "should_split_heads"), (_is_bool, "true or false", True)),
+    "family": (_is_fingerprint, "64 hex digits", False),
     "tensor_sizes": (_is_sizes, "a list of positive integers", True),
     "variant": (_is_texts, "an object of texts", False),
 }

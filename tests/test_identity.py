@@ -74,9 +74,12 @@ CHANGES: dict[str, list[dict[str, Any]]] = {
         )
     ],
     "pool": [{"pool": "indexer"}],
+    "family": [{"family": "0123456789abcdef" * 4}],
 }  # fmt: skip
+# Parts of one page: what differs between them leaves their block ids as they are.
+OF_A_PART = {"tensor_sizes", "pp_rank", "start_layer", "end_layer", "pool"}
 # Tested by themselves: they count for some models only.
-DEPENDS = {"is_mla", "tp_rank", "cp_replicated"}
+DEPENDS = {"is_mla", "tp_rank", "tp_replicated", "cp_replicated"}
 
 
 def test_every_part_has_a_change() -> None:
@@ -88,23 +91,55 @@ def test_every_part_has_a_change() -> None:
 
 @pytest.mark.parametrize("base", [MHA, MLA], ids=["mha", "mla"])
 def test_every_part_tells_caches_apart(base: dict[str, Any]) -> None:
-    """F22: no two of these, and none and the base, share fingerprint, directory or block id."""
+    """F22: no two of these, and none and the base, share fingerprint or directory.
+
+    Nor block ids, but for the parts of one page.
+    """
     changes = [change for changes in CHANGES.values() for change in changes]
     identities = [from_parts(**base)] + [from_parts(**(base | change)) for change in changes]
     assert len({i.fingerprint for i in identities}) == len(identities)
-    assert len({i.block_id("key") for i in identities}) == len(identities)
     assert len({i.directory_name for i in identities}) == len(identities)
+    parts = sum(len(CHANGES[name]) for name in OF_A_PART)
+    # The rank of a group of two is such a part too, but of the group.
+    assert len({i.block_id("key") for i in identities}) == len(identities) - parts - 2
 
 
 @pytest.mark.parametrize("part", CHANGES)
 def test_one_part_is_enough(part: str) -> None:
-    """F22: a change of one part alone changes all three, whatever the other values of it say."""
+    """F22: a change of one alone tells caches apart, whatever the other values of it say."""
     base = from_parts(**MHA)
     for change in CHANGES[part]:
         other = from_parts(**(MHA | change))
         assert other.fingerprint != base.fingerprint
         assert other.directory_name != base.directory_name
-        assert other.block_ids(("a", "b")) != base.block_ids(("a", "b"))
+        same = other.block_ids(("a", "b")) == base.block_ids(("a", "b"))
+        assert same == (part in OF_A_PART)
+
+
+def test_parts_of_a_page_have_one_id() -> None:
+    """Ranks, stages and pools: the same family and block ids, in directories side by side.
+
+    The directories have the same name up to the last dot.
+    """
+    cp = {"attn_cp_size": 2, "dcp_size": 2}
+    kv = from_parts(**(MHA | cp))
+    parts = [
+        from_parts(**(MHA | cp | change))
+        for change in (
+            {"tp_rank": 2},
+            {"pp_rank": 1, "tensor_sizes": (5, 6), "start_layer": 8, "end_layer": 16},
+            {"attn_cp_rank": 1},
+            {"dcp_rank": 1},
+            {"pool": "indexer", "dtype": "uint8", "layout": "layer_first", "tensor_sizes": (7,),
+             "page_size": 1, "family": kv.family},
+        )
+    ]  # fmt: skip
+    assert {part.family for part in parts} == {kv.family}
+    assert {part.block_id("key") for part in parts} == {kv.block_id("key")}
+    assert len({part.fingerprint for part in [kv, *parts]}) == len(parts) + 1
+    names = {part.directory_name for part in [kv, *parts]}
+    assert len(names) == len(parts) + 1
+    assert {name.rpartition(".")[0] for name in names} == {f"tiny-llama-{kv.family[:16]}"}
 
 
 def test_golden_values() -> None:
@@ -115,17 +150,18 @@ def test_golden_values() -> None:
     identity = from_parts(**MHA)
     assert identity.canonical() == (
         b'{"attn_cp_rank":0,"attn_cp_size":1,"dcp_rank":0,"dcp_size":1,"dtype":"bfloat16",'
-        b'"format_version":2,"is_mla":false,"layout":"page_first_direct",'
+        b'"family":"fd45fbc8975160a2c3048bac3d8efc4d3f48b01887c5c85c15552d98f4cbc485",'
+        b'"format_version":3,"is_mla":false,"layout":"page_first_direct",'
         b'"model_path":"/models/tiny-llama","page_size":64,"pool":"kv","pp_rank":0,"pp_size":2,'
         b'"revision":"main","served_model_name":"llama","should_split_heads":false,'
         b'"tensor_sizes":[65536,65536],"tp_rank":1,"tp_size":4}'
     )
     assert (
         identity.fingerprint.hex()
-        == "a40165631b0b1ca4f5bd6bb16601db4f7d442df790bba59423ffc09721ea2ebb"
+        == "c285e0f15e9a18007943b5bda506cb00511c41f2a889719ff088712a89defe93"
     )
-    assert identity.block_id("a" * 64).hex() == "47d25b9b25ac5978c921d8e20cecdd2b"
-    assert identity.directory_name == "tiny-llama-a40165631b0b1ca4"
+    assert identity.block_id("a" * 64).hex() == "7fd9a6995888969d5500b8d1b2252fa1"
+    assert identity.directory_name == "tiny-llama-fd45fbc8975160a2.kv-c285e0f15e9a1800"
 
 
 def test_mha_and_mla_differ_in_the_tp_rank() -> None:
@@ -135,6 +171,9 @@ def test_mha_and_mla_differ_in_the_tp_rank() -> None:
     assert len(mha) == 4
     assert len(mla) == 1
     assert "tp_rank" not in from_parts(**MLA).parts()
+    for base in (MHA, MLA):  # of a side pool, which can be either beside either
+        assert "tp_rank" not in from_parts(**base, tp_replicated=True).parts()
+        assert from_parts(**base, tp_replicated=False).parts()["tp_rank"] == base["tp_rank"]
 
 
 def test_dp_rank_is_in_no_identity() -> None:
@@ -222,6 +261,8 @@ def test_manifest_is_json_and_leaves_out_what_is_absent() -> None:
         {"should_split_heads": True},
         {"start_layer": -1},
         {"variant": {"a": 1}},
+        {"family": "abc"},
+        {"family": "A" * 64},
     ],
     ids=str,
 )
@@ -298,9 +339,17 @@ def test_block_id_is_keyed_blake2b_of_the_key() -> None:
     """The derivation can be redone from docs/format.md alone, without this package."""
     identity = from_parts(**MHA)
     redone = hashlib.blake2b(
-        "ключ".encode(), digest_size=16, key=identity.fingerprint, person=b"cachestore-block"
+        "ключ".encode(),
+        digest_size=16,
+        key=bytes.fromhex(identity.family),
+        person=b"cachestore-block",
     )
     assert identity.block_id("ключ") == redone.digest()
+
+
+def end_of_name(identity: Identity) -> str:
+    """What follows model and namespace in the name of a KV pool's directory."""
+    return f"{identity.family[:16]}.kv-{identity.fingerprint.hex()[:16]}"
 
 
 @pytest.mark.parametrize(
@@ -318,8 +367,8 @@ def test_block_id_is_keyed_blake2b_of_the_key() -> None:
 def test_directory_name_is_safe_and_recognisable(name: str, start: str) -> None:
     """Basename first, safe characters only, bounded, never hidden, never a dot directory."""
     identity = from_parts(**(MHA | {"model_path": name}))
-    assert identity.directory_name == start + identity.fingerprint.hex()[:16]
-    assert re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,56}", identity.directory_name)
+    assert identity.directory_name == start + end_of_name(identity)
+    assert re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,76}", identity.directory_name)
     named = from_parts(**(MHA | {"model_path": "/x", "model_identity": name}))
     assert named.directory_name.startswith(start)
 
@@ -331,9 +380,9 @@ def test_a_namespace_shows_in_the_directory_name() -> None:
         ("n" * 99, "n" * 20),
     ):  # fmt: skip
         identity = from_parts(**(MHA | {"namespace": namespace}))
-        assert identity.directory_name == f"tiny-llama-{shown}-{identity.fingerprint.hex()[:16]}"
+        assert identity.directory_name == f"tiny-llama-{shown}-{end_of_name(identity)}"
         assert identity.parts()["namespace"] == namespace
-        assert re.fullmatch(r"[A-Za-z0-9._-]{1,78}", identity.directory_name)
+        assert re.fullmatch(r"[A-Za-z0-9._-]{1,98}", identity.directory_name)
 
 
 def test_a_namespace_does_not_run_into_the_model() -> None:
