@@ -58,6 +58,7 @@ class PythonTime:
             setattr(owner, name, value)
 
     def _replace(self, owner: type, name: str, label: str) -> None:
+        owner = next(kind for kind in owner.__mro__ if name in kind.__dict__)
         original = owner.__dict__[name]
         self._saved.append((owner, name, original))
         setattr(owner, name, self._timed(original, label))

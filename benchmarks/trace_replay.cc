@@ -87,10 +87,11 @@ BlockId IdOf(uint64_t number) {
 // Takes every dump and has nothing.
 class Nothing final : public Tier {
  public:
-  void Lookup(std::span<const BlockId>, std::span<uint8_t> present) override {
+  Status OpenPool(PoolOptions) override { return Status::Ok(); }
+  void Lookup(uint32_t, std::span<const BlockId>, std::span<uint8_t> present) override {
     std::fill(present.begin(), present.end(), uint8_t{0});
   }
-  size_t LookupPrefix(std::span<const BlockId>) override { return 0; }
+  size_t LookupPrefix(uint32_t, std::span<const BlockId>) override { return 0; }
   Status Load(const std::shared_ptr<Request>& request) override {
     return End(*request, CS_NOT_FOUND);
   }
@@ -102,6 +103,7 @@ class Nothing final : public Tier {
   uint64_t Epoch() const override { return 0; }
   uint64_t LatestClear() const override { return 0; }
   void AddStats(cs_stats&) const override {}
+  void AddSideStats(cs_stats&) const override {}
   void Stop() override {}
   void Close() override {}
 
@@ -145,9 +147,9 @@ std::unique_ptr<Tier> OpenCache(uint64_t slots) {
 std::unique_ptr<Tier> OpenPosix(const std::string& directory, uint64_t blocks, bool watermarks) {
   PosixOptions options;
   options.roots = {directory};
-  options.identity_name = "replay";
-  options.manifest = "{}";
-  options.geometry = {{kFilePage}, kFilePage, kFilePage};
+  options.first.identity_name = "replay";
+  options.first.manifest = "{}";
+  options.first.geometry = {{kFilePage}, kFilePage, kFilePage};
   options.load_workers = 2;
   options.dump_workers = 2;
   options.queue_depth = kBatch;
@@ -176,7 +178,7 @@ class Replay {
   size_t Serve(const std::vector<uint64_t>& numbers) {
     std::vector<BlockId> blocks;
     for (const uint64_t number : numbers) blocks.push_back(IdOf(number));
-    const size_t hits = tier_->LookupPrefix(blocks);
+    const size_t hits = tier_->LookupPrefix(0, blocks);
     const size_t loaded = Run(blocks, 0, hits, &Tier::Load);
     if (loaded != hits) Die("a block that was there isn't");
     (void)Run(blocks, hits, blocks.size(), &Tier::Dump);

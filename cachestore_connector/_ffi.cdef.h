@@ -70,6 +70,17 @@ typedef struct {
 } cs_config;
 
 typedef struct {
+  size_t struct_size;
+  const char* identity_name;
+  const char* identity_manifest;
+  uint8_t identity_fingerprint[32];
+  const uint64_t* tensor_sizes;
+  size_t tensor_count;
+  uint64_t shard_size;
+  uint64_t block_size;
+} cs_pool_config;
+
+typedef struct {
   size_t n;
   const uint8_t* block_ids;
   const uint32_t* shard_indices;
@@ -77,6 +88,7 @@ typedef struct {
   const uint64_t* addresses;
   const uint64_t* sizes;
   const uint8_t* parent_id;
+  uint32_t pool;
 } cs_batch;
 
 typedef struct {
@@ -138,9 +150,12 @@ typedef struct {
 
 int cs_open(const cs_config* config, cs_store** out);
 
-int cs_lookup(cs_store* store, size_t n, const uint8_t* block_ids, uint8_t* present);
+int cs_open_pool(cs_store* store, const cs_pool_config* config, uint32_t* pool);
+int cs_lookup(cs_store* store, uint32_t pool, size_t n, const uint8_t* block_ids,
+              uint8_t* present);
 
-int cs_lookup_prefix(cs_store* store, size_t n, const uint8_t* block_ids, size_t* length);
+int cs_lookup_prefix(cs_store* store, uint32_t pool, size_t n, const uint8_t* block_ids,
+                     size_t* length);
 
 int cs_load(cs_store* store, const cs_batch* batch, cs_task* task);
 

@@ -8,7 +8,7 @@ from . import config as settings
 from . import manifest
 from .errors import ConfigError, StoreInvalidArgument, StoreNoMemory
 from .identity import Identity
-from .store import Store, StoreOptions
+from .store import PoolOptions, Store, StoreOptions
 
 _ALIGNMENT = 4096
 _GIB = 1 << 30
@@ -61,18 +61,13 @@ def open_store(
     Raises `ConfigError` for a user's geometry that isn't the pool's, a buffer that doesn't fit, or
     a value that the native side refuses; `StoreError` for what else it can't do.
     """
-    size = shard_size(config, pipeline, sum(tensor_sizes))
-    settings.check_geometry(config, tensor_sizes, size, size)
+    pool = _pool(config, pipeline, identity, tensor_sizes)
+    settings.check_geometry(config, tensor_sizes, pool.shard_size, pool.block_size)
     fields: dict[str, Any] = {name: getattr(config, name) for name in _PASSED_ON}
     capacity = config.cache_buffer_capacity_gb
     options = StoreOptions(
+        **vars(pool),
         pipeline=pipeline,
-        identity_name=identity.directory_name,
-        identity_manifest=manifest.describe(identity).text(),
-        identity_fingerprint=identity.fingerprint,
-        tensor_sizes=tensor_sizes,
-        shard_size=size,
-        block_size=size,
         posix_capacities=capacities(config),
         posix_free_space_reserve=int((config.posix_free_space_reserve_gb or 0) * _GIB),
         # 0 means that the native side chooses.
@@ -97,6 +92,34 @@ def open_store(
                 shown = list(value) if isinstance(value, tuple) else value
                 raise ConfigError(key, shown, _ALLOWED[key], hint=str(error)) from error
         raise
+
+
+def open_pool(
+    store: Store,
+    config: settings.Config,
+    pipeline: str,
+    identity: Identity,
+    tensor_sizes: tuple[int, ...],
+) -> int:
+    """Open a further pool of the store, for pages of these tensors; its number.
+
+    Raises `StoreError`.
+    """
+    return store.open_pool(_pool(config, pipeline, identity, tensor_sizes))
+
+
+def _pool(
+    config: settings.Config, pipeline: str, identity: Identity, tensor_sizes: tuple[int, ...]
+) -> PoolOptions:
+    size = shard_size(config, pipeline, sum(tensor_sizes))
+    return PoolOptions(
+        identity_name=identity.directory_name,
+        identity_manifest=manifest.describe(identity).text(),
+        identity_fingerprint=identity.fingerprint,
+        tensor_sizes=tensor_sizes,
+        shard_size=size,
+        block_size=size,
+    )
 
 
 # What the native store refuses only when it opens, by the field that its message begins with.

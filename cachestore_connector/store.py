@@ -34,21 +34,29 @@ GAUGES = frozenset({
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StoreOptions:
-    """What a native store is opened with; checked there, field by field.
+class PoolOptions:
+    """What a pool of a native store is: whose blocks, and their sizes.
 
     ``tensor_sizes``, ``shard_size``, ``block_size``: bytes. ``identity_fingerprint``: 32 bytes.
-    The rest as in `cachestore_connector.config.Config`.
     """
 
-    pipeline: str
-    storage_backends: Sequence[str]
     identity_name: str
     identity_manifest: str
     identity_fingerprint: bytes
     tensor_sizes: Sequence[int]
     shard_size: int
     block_size: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StoreOptions(PoolOptions):
+    """What a native store is opened with, and its pool 0; checked there, field by field.
+
+    Names as in `cachestore_connector.config.Config`.
+    """
+
+    pipeline: str
+    storage_backends: Sequence[str]
     posix_load_worker_number: int
     posix_dump_worker_number: int
     posix_queue_depth: int
@@ -116,11 +124,22 @@ class Store:
         _check(lib.cs_open(config, out))
         del alive
         self._handle = out[0]
+        self._tensor_counts = {0: len(options.tensor_sizes)}  # of a shard, by pool
 
-    @property
-    def tensor_count(self) -> int:
-        """Tensors of one shard."""
-        return len(self._options.tensor_sizes)
+    def open_pool(self, options: PoolOptions) -> int:
+        """Open a further pool and give its number, for the calls that take one.
+
+        It keeps what else belongs to the blocks of pool 0, under the same ids: see c_api.h. It is
+        closed with the store. Raises `StoreError` as opening does.
+        """
+        config = ffi.new("cs_pool_config *")
+        alive = _set_pool(config, options)
+        number = ffi.new("uint32_t *")
+        with self._call() as handle:
+            _check(lib.cs_open_pool(handle, config, number))
+        del alive
+        self._tensor_counts[number[0]] = len(options.tensor_sizes)
+        return number[0]
 
     @contextlib.contextmanager
     def _call(self) -> Iterator[Any]:
@@ -144,24 +163,30 @@ class Store:
         if self._forks != _forks:
             raise StoreClosed("the store was opened before this process was forked", Code.CLOSED)
 
-    def lookup(self, block_ids: bytes) -> list[bool]:
+    def lookup(self, block_ids: bytes, pool: int = 0) -> list[bool]:
         """Whether each block is stored. ``block_ids``: 16 bytes each, one after another."""
         count = _count(block_ids)
         present = ffi.new("uint8_t[]", count)
         with self._call() as handle:
-            _check(lib.cs_lookup(handle, count, ffi.from_buffer(block_ids), present))
+            _check(lib.cs_lookup(handle, pool, count, ffi.from_buffer(block_ids), present))
         return [byte == 1 for byte in ffi.unpack(present, count)] if count else []
 
-    def lookup_prefix(self, block_ids: bytes) -> int:
+    def lookup_prefix(self, block_ids: bytes, pool: int = 0) -> int:
         """How many of the first blocks are stored without a gap."""
         length = ffi.new("size_t *")
         with self._call() as handle:
             count = _count(block_ids)
-            _check(lib.cs_lookup_prefix(handle, count, ffi.from_buffer(block_ids), length))
+            ids = ffi.from_buffer(block_ids)
+            _check(lib.cs_lookup_prefix(handle, pool, count, ids, length))
         return length[0]
 
     def load(
-        self, block_ids: bytes, addresses: Any, sizes: Any, parent_id: bytes | None = None
+        self,
+        block_ids: bytes,
+        addresses: Any,
+        sizes: Any,
+        parent_id: bytes | None = None,
+        pool: int = 0,
     ) -> list[int]:
         """Read blocks of one shard into memory; one `Code` a block, in order.
 
@@ -172,16 +197,27 @@ class Store:
         that finds the queue full ends with `Code.REFUSED` for each of its blocks. Takes at most
         ``timeout_ms`` for each piece, but for I/O on a local filesystem, which is waited for.
         """
-        return self._transfer(lib.cs_load, block_ids, addresses, sizes, parent_id)
+        return self._transfer(lib.cs_load, block_ids, addresses, sizes, parent_id, pool)
 
     def dump(
-        self, block_ids: bytes, addresses: Any, sizes: Any, parent_id: bytes | None = None
+        self,
+        block_ids: bytes,
+        addresses: Any,
+        sizes: Any,
+        parent_id: bytes | None = None,
+        pool: int = 0,
     ) -> list[int]:
         """Store blocks of one shard from memory, as `load` does the reverse."""
-        return self._transfer(lib.cs_dump, block_ids, addresses, sizes, parent_id)
+        return self._transfer(lib.cs_dump, block_ids, addresses, sizes, parent_id, pool)
 
     def _transfer(
-        self, start: Any, block_ids: bytes, addresses: Any, sizes: Any, parent_id: bytes | None
+        self,
+        start: Any,
+        block_ids: bytes,
+        addresses: Any,
+        sizes: Any,
+        parent_id: bytes | None,
+        pool: int,
     ) -> list[int]:
         count = _count(block_ids)
         if parent_id is not None and len(parent_id) != BLOCK_ID_BYTES:
@@ -190,7 +226,9 @@ class Store:
         ids = ffi.from_buffer("uint8_t[]", block_ids)
         where = ffi.from_buffer("uint64_t[]", addresses)
         lengths = ffi.from_buffer("uint64_t[]", sizes)
-        tensors = self.tensor_count
+        tensors = self._tensor_counts.get(pool)
+        if tensors is None:
+            raise ValueError(f"pool {pool} isn't open; {sorted(self._tensor_counts)} are")
         for name, array in (("addresses", addresses), ("sizes", sizes)):
             if memoryview(array).format not in ("q", "l", "Q", "L"):
                 raise ValueError(f"{name} must be 64-bit integers")
@@ -212,6 +250,7 @@ class Store:
                     "addresses": where + tensors * first,
                     "sizes": lengths + tensors * first,
                     "parent_id": ids + BLOCK_ID_BYTES * (first - 1) if first else parent,
+                    "pool": pool,
                 },
             )
             results += self._run(start, batch, n)
@@ -229,7 +268,7 @@ class Store:
         return ffi.unpack(codes, n)
 
     def clear(self) -> None:
-        """Forget every block of this store's identity. Raises `StoreError` if a directory can't."""
+        """Forget every block of this store's pools. Raises `StoreError` if a directory can't."""
         with self._call() as handle:
             _check(lib.cs_clear(handle))
 
@@ -283,21 +322,11 @@ def _native_config(options: StoreOptions) -> tuple[Any, list[Any]]:
                for path in options.storage_backends]  # fmt: skip
     pipeline = ffi.new("char[]", options.pipeline.encode())
     backends = ffi.new("char *[]", strings)
-    name = ffi.new("char[]", options.identity_name.encode())
-    manifest = ffi.new("char[]", options.identity_manifest.encode("utf-8", "surrogateescape"))
-    sizes = ffi.new("uint64_t[]", list(options.tensor_sizes))
     config = ffi.new("cs_config *")
-    config.struct_size = ffi.sizeof("cs_config")
+    pool = _set_pool(config, options)
     config.pipeline = pipeline
     config.storage_backends = backends
     config.storage_backend_count = len(strings)
-    config.identity_name = name
-    config.identity_manifest = manifest
-    config.identity_fingerprint = options.identity_fingerprint
-    config.tensor_sizes = sizes
-    config.tensor_count = len(options.tensor_sizes)
-    config.shard_size = options.shard_size
-    config.block_size = options.block_size
     config.posix_load_worker_number = options.posix_load_worker_number
     config.posix_dump_worker_number = options.posix_dump_worker_number
     config.posix_queue_depth = options.posix_queue_depth
@@ -324,8 +353,23 @@ def _native_config(options: StoreOptions) -> tuple[Any, list[Any]]:
     config.cache_h2h_cpu_affinity = affinity
     config.cache_peer_timeout_ms = options.cache_peer_timeout_ms
     config.cache_dirty_percent = options.cache_dirty_percent
-    alive = [strings, pipeline, backends, name, manifest, sizes, capacities, directory, affinity]
-    return config, alive
+    return config, [strings, pipeline, backends, pool, capacities, directory, affinity]
+
+
+def _set_pool(config: Any, options: PoolOptions) -> list[Any]:
+    """Fill in what a cs_config and a cs_pool_config have; as `_native_config`."""
+    name = ffi.new("char[]", options.identity_name.encode())
+    manifest = ffi.new("char[]", options.identity_manifest.encode("utf-8", "surrogateescape"))
+    sizes = ffi.new("uint64_t[]", list(options.tensor_sizes))
+    config.struct_size = ffi.sizeof(config[0])
+    config.identity_name = name
+    config.identity_manifest = manifest
+    config.identity_fingerprint = options.identity_fingerprint
+    config.tensor_sizes = sizes
+    config.tensor_count = len(options.tensor_sizes)
+    config.shard_size = options.shard_size
+    config.block_size = options.block_size
+    return [name, manifest, sizes]
 
 
 def _stats(handle: Any) -> dict[str, int]:

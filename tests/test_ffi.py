@@ -86,7 +86,7 @@ def test_nulls_are_errors_not_crashes(call):
     """Pinned: a null store gives CS_INVALID and a text, in this thread."""
     function = getattr(_ffi.lib, call)
     null = _ffi.ffi.NULL
-    arguments = {"cs_lookup": (null, 0, null, null), "cs_wait": (null, 1, 0, null, 0)}.get(
+    arguments = {"cs_lookup": (null, 0, 0, null, null), "cs_wait": (null, 1, 0, null, 0)}.get(
         call, (null,) if call == "cs_clear" else (null, null, null)
     )
     assert function(*arguments) == Code.INVALID

@@ -62,6 +62,12 @@ std::span<const BlockId> BlocksOf(const uint8_t* ids, size_t n) {
   return {reinterpret_cast<const BlockId*>(ids), n};
 }
 
+Status CheckSize(const char* name, size_t given, size_t size) {
+  if (given == size) return Status::Ok();
+  return {CS_INVALID, "struct_size is " + std::to_string(given) + "; this library's " + name +
+                          " has " + std::to_string(size) + " bytes"};
+}
+
 int StartTask(cs_store* store, const cs_batch* batch, cs_task* task,
               Result<cs_task> (Store::*start)(const cs_batch&)) {
   if (store == nullptr || batch == nullptr || task == nullptr) return Null("store, batch or task");
@@ -81,29 +87,42 @@ int cs_open(const cs_config* config, cs_store** out) {
   if (config == nullptr || out == nullptr) return Null("config or out");
   *out = nullptr;
   return Guard([&]() -> Status {
-    if (config->struct_size != sizeof(cs_config)) {
-      return {CS_INVALID, "struct_size is " + std::to_string(config->struct_size) +
-                              "; this library's cs_config has " +
-                              std::to_string(sizeof(cs_config)) + " bytes"};
-    }
+    Status size = CheckSize("cs_config", config->struct_size, sizeof(cs_config));
+    if (!size.ok()) return size;
     Result<std::unique_ptr<Store>> opened = Store::Open(*config, Env::Real());
     if (opened.ok()) *out = reinterpret_cast<cs_store*>(opened.value().release());
     return opened.status();
   });
 }
 
-int cs_lookup(cs_store* store, size_t n, const uint8_t* block_ids, uint8_t* present) {
-  if (store == nullptr) return Null("store");
-  if (n > 0 && (block_ids == nullptr || present == nullptr)) return Null("block_ids or present");
-  return Guard([&] { return StoreOf(store).Lookup(BlocksOf(block_ids, n), {present, n}); });
+int cs_open_pool(cs_store* store, const cs_pool_config* config, uint32_t* pool) {
+  if (store == nullptr || config == nullptr || pool == nullptr) {
+    return Null("store, config or pool");
+  }
+  *pool = 0;
+  return Guard([&]() -> Status {
+    Status size = CheckSize("cs_pool_config", config->struct_size, sizeof(cs_pool_config));
+    if (!size.ok()) return size;
+    Result<uint32_t> opened = StoreOf(store).OpenPool(*config);
+    if (opened.ok()) *pool = opened.value();
+    return opened.status();
+  });
 }
 
-int cs_lookup_prefix(cs_store* store, size_t n, const uint8_t* block_ids, size_t* length) {
+int cs_lookup(cs_store* store, uint32_t pool, size_t n, const uint8_t* block_ids,
+              uint8_t* present) {
+  if (store == nullptr) return Null("store");
+  if (n > 0 && (block_ids == nullptr || present == nullptr)) return Null("block_ids or present");
+  return Guard([&] { return StoreOf(store).Lookup(pool, BlocksOf(block_ids, n), {present, n}); });
+}
+
+int cs_lookup_prefix(cs_store* store, uint32_t pool, size_t n, const uint8_t* block_ids,
+                     size_t* length) {
   if (store == nullptr || length == nullptr) return Null("store or length");
   if (n > 0 && block_ids == nullptr) return Null("block_ids");
   *length = 0;
   return Guard([&] {
-    Result<size_t> found = StoreOf(store).LookupPrefix(BlocksOf(block_ids, n));
+    Result<size_t> found = StoreOf(store).LookupPrefix(pool, BlocksOf(block_ids, n));
     if (found.ok()) *length = found.value();
     return found.status();
   });

@@ -72,20 +72,19 @@ Result<std::unique_ptr<Store>> Store::Open(const cs_config& config, Env& env) {
   auto events = std::make_shared<EventRing>();
   Result<std::unique_ptr<Tier>> tier = OpenPipeline(config, env, events);
   if (!tier.ok()) return tier.status();
-  Result<Geometry> geometry = GeometryOf(config);
-  if (!geometry.ok()) return geometry.status();
-  return std::unique_ptr<Store>(new Store(std::move(tier.value()), std::move(geometry.value()),
+  Result<PoolOptions> pool = PoolOf(config);
+  if (!pool.ok()) return pool.status();
+  return std::unique_ptr<Store>(new Store(std::move(tier.value()), std::move(pool.value()),
                                           std::move(events),
                                           std::chrono::milliseconds(config.timeout_ms)));
 }
 
-Store::Store(std::unique_ptr<Tier> tier, Geometry geometry, std::shared_ptr<EventRing> events,
+Store::Store(std::unique_ptr<Tier> tier, PoolOptions first, std::shared_ptr<EventRing> events,
              std::chrono::milliseconds timeout)
-    : tier_(std::move(tier)),
-      geometry_(std::move(geometry)),
-      events_(std::move(events)),
-      timeout_(timeout),
-      forks_(ForkCount()) {}
+    : tier_(std::move(tier)), events_(std::move(events)), timeout_(timeout), forks_(ForkCount()) {
+  geometries_[0] = std::move(first.geometry);
+  identities_.insert(std::move(first.identity_name));
+}
 
 Store::~Store() {
   // The threads that it would join aren't here.
@@ -94,21 +93,53 @@ Store::~Store() {
 
 bool Store::IsForked() const { return forks_ != ForkCount(); }
 
-Status Store::Lookup(std::span<const BlockId> blocks, std::span<uint8_t> present) {
+Result<uint32_t> Store::OpenPool(const cs_pool_config& config) {
   const Call call(*this);
   if (!call.status().ok()) return call.status();
-  tier_->Lookup(blocks, present);
+  Result<PoolOptions> options = PoolOf(config);
+  if (!options.ok()) return options.status();
+  const std::lock_guard opening(opening_pool_);
+  const uint32_t pool = pools_.load(std::memory_order_relaxed);
+  if (pool == kMaxPools) {
+    return Status(CS_INVALID, "a store has " + std::to_string(kMaxPools) + " pools at most");
+  }
+  const std::string name = options.value().identity_name;
+  if (identities_.contains(name)) {
+    return Status(CS_INVALID, "identity_name is " + name + "; a pool of that name is open");
+  }
+  geometries_[pool] = options.value().geometry;
+  if (Status opened = tier_->OpenPool(std::move(options.value())); !opened.ok()) return opened;
+  identities_.insert(name);
+  pools_.store(pool + 1, std::memory_order_release);
+  return pool;
+}
+
+Status Store::CheckPool(uint32_t pool) const {
+  const uint32_t pools = pools_.load(std::memory_order_acquire);
+  if (pool < pools) return Status::Ok();
+  return {CS_INVALID, "pool is " + std::to_string(pool) + "; the store has pools 0 to " +
+                          std::to_string(pools - 1)};
+}
+
+Status Store::Lookup(uint32_t pool, std::span<const BlockId> blocks, std::span<uint8_t> present) {
+  const Call call(*this);
+  if (!call.status().ok()) return call.status();
+  if (Status open = CheckPool(pool); !open.ok()) return open;
+  tier_->Lookup(pool, blocks, present);
   return Status::Ok();
 }
 
-Result<size_t> Store::LookupPrefix(std::span<const BlockId> blocks) {
+Result<size_t> Store::LookupPrefix(uint32_t pool, std::span<const BlockId> blocks) {
   const Call call(*this);
   if (!call.status().ok()) return call.status();
-  return tier_->LookupPrefix(blocks);
+  if (Status open = CheckPool(pool); !open.ok()) return open;
+  return tier_->LookupPrefix(pool, blocks);
 }
 
 Result<Batch> Store::BatchOf(const cs_batch& batch) const {
-  const size_t tensors = geometry_.tensor_sizes.size();
+  if (Status open = CheckPool(batch.pool); !open.ok()) return open;
+  const Geometry& geometry = geometries_[batch.pool];
+  const size_t tensors = geometry.tensor_sizes.size();
   if (batch.n > 0 &&
       (batch.block_ids == nullptr || batch.addresses == nullptr || batch.sizes == nullptr)) {
     return Status(CS_INVALID, "block_ids, addresses or sizes is null");
@@ -118,6 +149,7 @@ Result<Batch> Store::BatchOf(const cs_batch& batch) const {
                                   std::to_string(tensors) + " tensors");
   }
   Batch copy;
+  copy.pool = batch.pool;
   copy.tensors = tensors;
   if (batch.parent_id != nullptr) {
     std::memcpy(copy.parent.emplace().data(), batch.parent_id, copy.parent->size());
@@ -128,20 +160,20 @@ Result<Batch> Store::BatchOf(const cs_batch& batch) const {
   for (size_t i = 0; i < batch.n; ++i) {
     std::memcpy(copy.blocks[i].data(), batch.block_ids + 16 * i, 16);
     if (batch.shard_indices != nullptr) copy.shard_indices[i] = batch.shard_indices[i];
-    if (copy.shard_indices[i] >= geometry_.shards()) {
+    if (copy.shard_indices[i] >= geometry.shards()) {
       return Status(CS_INVALID, "shard_indices[" + std::to_string(i) + "] is " +
                                     std::to_string(copy.shard_indices[i]) + "; a block has " +
-                                    std::to_string(geometry_.shards()) + " shards");
+                                    std::to_string(geometry.shards()) + " shards");
     }
     for (size_t t = 0; t < tensors; ++t) {
       const size_t at = i * tensors + t;
       if (batch.addresses[at] == 0) {
         return Status(CS_INVALID, "addresses[" + std::to_string(at) + "] is null");
       }
-      if (batch.sizes[at] != geometry_.tensor_sizes[t]) {
+      if (batch.sizes[at] != geometry.tensor_sizes[t]) {
         return Status(CS_INVALID, "sizes[" + std::to_string(at) + "] is " +
                                       std::to_string(batch.sizes[at]) + "; that tensor has " +
-                                      std::to_string(geometry_.tensor_sizes[t]) + " bytes");
+                                      std::to_string(geometry.tensor_sizes[t]) + " bytes");
       }
       copy.addresses[at] = reinterpret_cast<uint8_t*>(static_cast<uintptr_t>(batch.addresses[at]));
     }

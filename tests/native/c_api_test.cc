@@ -59,10 +59,10 @@ TEST(CApi, DumpsLooksUpAndLoads) {
   EXPECT_EQ(cs_wait(store.get(), task, 10000, results, 3), CS_OK);
   for (const int32_t result : results) EXPECT_EQ(result, CS_OK);
   uint8_t present[3] = {};
-  EXPECT_EQ(cs_lookup(store.get(), 3, batch.block_ids, present), CS_OK);
+  EXPECT_EQ(cs_lookup(store.get(), 0, 3, batch.block_ids, present), CS_OK);
   EXPECT_EQ(present[0] + present[1] + present[2], 3);
   size_t length = 0;
-  EXPECT_EQ(cs_lookup_prefix(store.get(), 3, batch.block_ids, &length), CS_OK);
+  EXPECT_EQ(cs_lookup_prefix(store.get(), 0, 3, batch.block_ids, &length), CS_OK);
   EXPECT_EQ(length, 3u);
   pages.Poison();
   ASSERT_EQ(cs_load(store.get(), &batch, &task), CS_OK);
@@ -72,7 +72,7 @@ TEST(CApi, DumpsLooksUpAndLoads) {
   EXPECT_EQ(cs_get_stats(store.get(), &stats), CS_OK);
   EXPECT_EQ(stats.load_ok, 3u);
   EXPECT_EQ(cs_clear(store.get()), CS_OK);
-  EXPECT_EQ(cs_lookup(store.get(), 3, batch.block_ids, present), CS_OK);
+  EXPECT_EQ(cs_lookup(store.get(), 0, 3, batch.block_ids, present), CS_OK);
   EXPECT_EQ(present[0] + present[1] + present[2], 0);
 }
 
@@ -91,14 +91,14 @@ TEST(CApi, NullsAreInvalid) {
   uint8_t ids[16] = {};
   uint8_t present = 9;
   size_t length = 9;
-  EXPECT_EQ(cs_lookup(nullptr, 1, ids, &present), CS_INVALID);
-  EXPECT_EQ(cs_lookup(store, 1, nullptr, &present), CS_INVALID);
-  EXPECT_EQ(cs_lookup(store, 1, ids, nullptr), CS_INVALID);
-  EXPECT_EQ(cs_lookup(store, 0, nullptr, nullptr), CS_OK);
-  EXPECT_EQ(cs_lookup_prefix(nullptr, 1, ids, &length), CS_INVALID);
-  EXPECT_EQ(cs_lookup_prefix(store, 1, nullptr, &length), CS_INVALID);
-  EXPECT_EQ(cs_lookup_prefix(store, 1, ids, nullptr), CS_INVALID);
-  EXPECT_EQ(cs_lookup_prefix(store, 0, nullptr, &length), CS_OK);
+  EXPECT_EQ(cs_lookup(nullptr, 0, 1, ids, &present), CS_INVALID);
+  EXPECT_EQ(cs_lookup(store, 0, 1, nullptr, &present), CS_INVALID);
+  EXPECT_EQ(cs_lookup(store, 0, 1, ids, nullptr), CS_INVALID);
+  EXPECT_EQ(cs_lookup(store, 0, 0, nullptr, nullptr), CS_OK);
+  EXPECT_EQ(cs_lookup_prefix(nullptr, 0, 1, ids, &length), CS_INVALID);
+  EXPECT_EQ(cs_lookup_prefix(store, 0, 1, nullptr, &length), CS_INVALID);
+  EXPECT_EQ(cs_lookup_prefix(store, 0, 1, ids, nullptr), CS_INVALID);
+  EXPECT_EQ(cs_lookup_prefix(store, 0, 0, nullptr, &length), CS_OK);
   EXPECT_EQ(length, 0u);
 
   const Pages pages(setup, 0, 1);
@@ -254,7 +254,7 @@ TEST(CApi, TasksAreKnownOnceAndByTheirCount) {
   EXPECT_EQ(results[0], CS_NOT_FOUND);
   EXPECT_EQ(cs_wait(store.get(), task, 10000, results, 2), CS_INVALID);
   ExpectInLastError("waited for already");
-  const cs_batch nothing = {0, nullptr, nullptr, 2, nullptr, nullptr, nullptr};
+  const cs_batch nothing = {0, nullptr, nullptr, 2, nullptr, nullptr, nullptr, 0};
   ASSERT_EQ(cs_dump(store.get(), &nothing, &task), CS_OK);
   EXPECT_EQ(cs_wait(store.get(), task, 0, nullptr, 0), CS_OK);
 }

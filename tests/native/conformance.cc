@@ -66,7 +66,7 @@ void LookupAndPrefix(Pipeline& pipeline) {
   const auto store = OpenOrFail(pipeline.setup, pipeline.env);
   ASSERT_TRUE(store != nullptr);
   Pages pages(pipeline.setup, 0, 150, pipeline.skew);
-  Result<size_t> prefix = store->LookupPrefix(pages.block_ids());
+  Result<size_t> prefix = store->LookupPrefix(0, pages.block_ids());
   ASSERT_OK(prefix);
   EXPECT_EQ(prefix.value(), 0u);
   pages.Fill();
@@ -79,13 +79,13 @@ void LookupAndPrefix(Pipeline& pipeline) {
   std::vector<uint8_t> expected(150, 1);
   expected[130] = expected[149] = 0;
   EXPECT_TRUE(LookupAll(*store, pages) == expected);
-  prefix = store->LookupPrefix(pages.block_ids());
+  prefix = store->LookupPrefix(0, pages.block_ids());
   ASSERT_OK(prefix);
   EXPECT_EQ(prefix.value(), 130u);
   std::vector<BlockId> stored = pages.block_ids();
   stored.pop_back();
   stored.erase(stored.begin() + 130);
-  prefix = store->LookupPrefix(stored);
+  prefix = store->LookupPrefix(0, stored);
   ASSERT_OK(prefix);
   EXPECT_EQ(prefix.value(), stored.size());
   const cs_stats stats = store->Stats();
@@ -174,7 +174,8 @@ void TwiceInOneRequest(Pipeline& pipeline) {
                          pipeline.setup.tensor_sizes.size(),
                          addresses.data(),
                          sizes.data(),
-                         nullptr};
+                         nullptr,
+                         /*pool=*/0};
   Result<cs_task> task = store->Dump(both);
   ASSERT_OK(task);
   EXPECT_TRUE(WaitFor(*store, task.value(), n) == Repeated(n, CS_OK));
@@ -209,7 +210,8 @@ void ShardsOutOfOrder(Pipeline& pipeline) {
     sizes.insert(sizes.end(), batch.sizes + i * batch.m, batch.sizes + (i + 1) * batch.m);
   }
   const cs_batch mixed = {
-      n, ids.data(), indices.data(), batch.m, addresses.data(), sizes.data(), nullptr};
+      n,         ids.data(), indices.data(), batch.m, addresses.data(), sizes.data(), nullptr,
+      /*pool=*/0};
   Result<cs_task> task = store->Dump(mixed);
   ASSERT_OK(task);
   EXPECT_TRUE(WaitFor(*store, task.value(), n) == Repeated(n, CS_OK));
@@ -286,12 +288,12 @@ void Clear(Pipeline& pipeline) {
 void NothingToDo(Pipeline& pipeline) {
   const auto store = OpenOrFail(pipeline.setup, pipeline.env);
   ASSERT_TRUE(store != nullptr);
-  EXPECT_OK(store->Lookup({}, {}));
-  Result<size_t> prefix = store->LookupPrefix({});
+  EXPECT_OK(store->Lookup(0, {}, {}));
+  Result<size_t> prefix = store->LookupPrefix(0, {});
   ASSERT_OK(prefix);
   EXPECT_EQ(prefix.value(), 0u);
   const cs_batch empty = {0,       nullptr, nullptr, pipeline.setup.tensor_sizes.size(),
-                          nullptr, nullptr, nullptr};
+                          nullptr, nullptr, nullptr, /*pool=*/0};
   for (int direction = 0; direction < 2; ++direction) {
     Result<cs_task> task = direction == 0 ? store->Load(empty) : store->Dump(empty);
     ASSERT_OK(task);

@@ -194,7 +194,7 @@ void CloseWithWork(Pipeline& pipeline) {
     uint8_t present = 0;
     const BlockId id = stored.block_ids()[0];
     EXPECT_TRUE(
-        Eventually([&] { return store->Lookup({&id, 1}, {&present, 1}).code() == CS_CLOSED; }));
+        Eventually([&] { return store->Lookup(0, {&id, 1}, {&present, 1}).code() == CS_CLOSED; }));
     EXPECT_EQ(store->Stats().load_outstanding, 8u);
   } else {
     // Queued shards end while the running ones are still held.
@@ -220,7 +220,7 @@ void CloseWithWork(Pipeline& pipeline) {
   EXPECT_EQ(store->Load(stored.batch()).status().code(), CS_CLOSED);
   EXPECT_EQ(store->Dump(stored.batch()).status().code(), CS_CLOSED);
   uint8_t present = 0;
-  EXPECT_EQ(store->Lookup({stored.block_ids().data(), 1}, {&present, 1}).code(), CS_CLOSED);
+  EXPECT_EQ(store->Lookup(0, {stored.block_ids().data(), 1}, {&present, 1}).code(), CS_CLOSED);
   EXPECT_EQ(store->Clear().code(), CS_CLOSED);
 
   // The storage itself, without what is in front of it.
@@ -278,7 +278,7 @@ void CloseBehindWaiters(Pipeline& pipeline) {
     EXPECT_TRUE(Eventually([&] {
       uint8_t present = 0;
       const BlockId id = stored.block_ids()[0];
-      return store->Lookup({&id, 1}, {&present, 1}).code() == CS_CLOSED;
+      return store->Lookup(0, {&id, 1}, {&present, 1}).code() == CS_CLOSED;
     }));
     EXPECT_EQ(store->Stats().load_outstanding, n);
   } else {

@@ -72,6 +72,21 @@ cs_config StoreSetup::Config() const {
   return config;
 }
 
+cs_pool_config StoreSetup::PoolConfig() const {
+  const cs_config all = Config();
+  cs_pool_config config = {};
+  config.struct_size = sizeof config;
+  config.identity_name = all.identity_name;
+  config.identity_manifest = all.identity_manifest;
+  std::memcpy(config.identity_fingerprint, all.identity_fingerprint,
+              sizeof config.identity_fingerprint);
+  config.tensor_sizes = all.tensor_sizes;
+  config.tensor_count = all.tensor_count;
+  config.shard_size = all.shard_size;
+  config.block_size = all.block_size;
+  return config;
+}
+
 Result<std::unique_ptr<Store>> StoreSetup::Open(Env& env) const {
   return Store::Open(Config(), env);
 }
@@ -94,7 +109,7 @@ BlockId IdOf(uint64_t n) {
 void Pages::Free::operator()(uint8_t* p) const { std::free(p); }
 
 Pages::Pages(const StoreSetup& setup, uint64_t first, size_t blocks, size_t skew)
-    : sizes_(setup.tensor_sizes), shards_(setup.shards) {
+    : sizes_(setup.tensor_sizes), shards_(setup.shards), pool_(setup.pool) {
   uint64_t total = 0;
   for (size_t b = 0; b < blocks; ++b) {
     for (uint32_t s = 0; s < setup.shards; ++s) {
@@ -122,6 +137,7 @@ cs_batch Pages::part(size_t from, size_t n) const {
   batch.m = sizes_.size();
   batch.addresses = addresses_.data() + from * sizes_.size();
   batch.sizes = all_sizes_.data() + from * sizes_.size();
+  batch.pool = pool_;
   return batch;
 }
 
@@ -232,13 +248,13 @@ Codes LoadAll(Store& store, const Pages& pages, std::chrono::milliseconds timeou
 std::vector<uint8_t> LookupAll(Store& store, const Pages& pages) {
   const std::vector<BlockId> ids = pages.block_ids();
   std::vector<uint8_t> present(ids.size(), 2);
-  EXPECT_OK(store.Lookup(ids, present));
+  EXPECT_OK(store.Lookup(0, ids, present));
   return present;
 }
 
 bool IsPresent(Store& store, const BlockId& id) {
   uint8_t present = 2;
-  EXPECT_OK(store.Lookup({&id, 1}, {&present, 1}));
+  EXPECT_OK(store.Lookup(0, {&id, 1}, {&present, 1}));
   return present == 1;
 }
 

@@ -28,6 +28,7 @@ struct StoreSetup {
   std::vector<uint64_t> tensor_sizes = {100, 37};  // need padding
   uint64_t shard_size = 0;                         // 0: the sum of tensor_sizes
   uint32_t shards = 1;
+  uint32_t pool = 0;  // of the pages: the number that OpenPool has given
   uint32_t load_workers = 2;
   uint32_t dump_workers = 2;
   uint32_t queue_depth = 1024;
@@ -51,6 +52,7 @@ struct StoreSetup {
 
   // Valid until the setup is changed or ends.
   cs_config Config() const;
+  cs_pool_config PoolConfig() const;
   Result<std::unique_ptr<Store>> Open(Env& env = Env::Real()) const;
 
   uint64_t payload() const;  // of a shard
@@ -103,7 +105,8 @@ class Pages {
   };
   const std::vector<uint64_t> sizes_;  // of one shard
   const size_t shards_;                // of one block
-  std::vector<BlockId> ids_;           // one a shard
+  const uint32_t pool_;
+  std::vector<BlockId> ids_;  // one a shard
   std::vector<uint32_t> indices_;
   std::vector<uint64_t> addresses_;
   std::vector<uint64_t> all_sizes_;

@@ -184,7 +184,7 @@ TEST(Store, TasksThatNobodyWaitsForHaveABound) {
   const TempDir root;
   const StoreSetup setup({root.path()});
   const auto store = OpenOrFail(setup);
-  const cs_batch empty = {0, nullptr, nullptr, 2, nullptr, nullptr, nullptr};
+  const cs_batch empty = {0, nullptr, nullptr, 2, nullptr, nullptr, nullptr, 0};
   cs_task first = 0;
   Status refused;
   size_t accepted = 0;

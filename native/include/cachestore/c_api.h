@@ -1,9 +1,14 @@
 /* CacheStore: the C interface. Start here.
  *
- * A store keeps fixed-size blocks, each named by a 16-byte block id, on behalf
- * of one identity (everything that changes the bytes of a page). A block has
- * one or more shards; a shard is a fixed list of tensors, each one contiguous
- * range of the caller's memory.
+ * A store keeps fixed-size blocks, each named by a 16-byte block id, for one
+ * pool or several: each has an identity (everything that changes the bytes of a
+ * page) and sizes of its own; workers, queues, space and counters are those of
+ * the store. A block has one or more shards; a shard is a fixed list of tensors,
+ * each one contiguous range of the caller's memory.
+ *
+ * Pool 0 is cs_open's. The others keep what else belongs to the same blocks: a
+ * block of theirs is used when pool 0's of the same id is, is evicted with it, and
+ * is in files only, also with a Cache tier.
  *
  * Rules
  *  1. Handles. cs_store is opaque, made by cs_open and ended by cs_close,
@@ -29,7 +34,7 @@
  *     a filesystem whose I/O is sure to end, which is waited for.
  *  7. Nulls. A null pointer where an array of n > 0 elements is due gives
  *     CS_INVALID. n == 0 is allowed everywhere and succeeds at once.
- *  8. Versions. cs_config.struct_size must be sizeof(cs_config) as the caller
+ *  8. Versions. struct_size must be the size of its struct as the caller
  *     compiled it; any other gives CS_INVALID. Zero in a numeric field does not
  *     mean a default: Python fills in every field.
  */
@@ -119,6 +124,18 @@ typedef struct {
   uint32_t cache_dirty_percent;       /* of the slots, not stored yet at most: 1 to 87 */
 } cs_config;
 
+/* A further pool: as the fields of cs_config of these names. */
+typedef struct {
+  size_t struct_size;
+  const char* identity_name; /* no other pool's */
+  const char* identity_manifest;
+  uint8_t identity_fingerprint[32];
+  const uint64_t* tensor_sizes;
+  size_t tensor_count;
+  uint64_t shard_size;
+  uint64_t block_size;
+} cs_pool_config;
+
 /* n shards of blocks. Shard i is shard shard_indices[i] of block
  * block_ids + 16 * i; its tensors are m ranges at addresses[i * m ...] of
  * sizes[i * m ...] bytes, and must match the store's tensor_sizes. The blocks
@@ -132,6 +149,7 @@ typedef struct {
   const uint64_t* addresses;
   const uint64_t* sizes;
   const uint8_t* parent_id; /* null: not known */
+  uint32_t pool;
 } cs_batch;
 
 /* Counters since cs_open; shards unless said otherwise. */
@@ -198,12 +216,18 @@ typedef struct {
 /* Opens a store. On failure *out is null. Creates the directories it needs. */
 int cs_open(const cs_config* config, cs_store** out);
 
+/* Opens a pool beside those that are open, in the same directories, and gives its
+ * number: from 1 on, 31 at most. It is closed with the store. */
+int cs_open_pool(cs_store* store, const cs_pool_config* config, uint32_t* pool);
+
 /* present[i] = 1 if block i is stored, else 0. A block that can't be looked up
  * within timeout_ms of the config counts as not stored. */
-int cs_lookup(cs_store* store, size_t n, const uint8_t* block_ids, uint8_t* present);
+int cs_lookup(cs_store* store, uint32_t pool, size_t n, const uint8_t* block_ids,
+              uint8_t* present);
 
 /* *length = how many of the first blocks are stored without a gap. */
-int cs_lookup_prefix(cs_store* store, size_t n, const uint8_t* block_ids, size_t* length);
+int cs_lookup_prefix(cs_store* store, uint32_t pool, size_t n, const uint8_t* block_ids,
+                     size_t* length);
 
 /* Starts reading shards into the caller's memory. */
 int cs_load(cs_store* store, const cs_batch* batch, cs_task* task);
@@ -217,7 +241,7 @@ int cs_dump(cs_store* store, const cs_batch* batch, cs_task* task);
  * Returns CS_OK if the task was known, whatever its shards' results. */
 int cs_wait(cs_store* store, cs_task task, uint32_t timeout_ms, int32_t* results, size_t n);
 
-/* Forgets every block of this store's identity, no other's, and those that this
+/* Forgets every block of this store's identities, no other's, and those that this
  * store has accepted for dumping and not published yet. */
 int cs_clear(cs_store* store);
 

@@ -189,7 +189,8 @@ CacheTier::~CacheTier() {
   Close();
 }
 
-void CacheTier::Lookup(std::span<const BlockId> blocks, std::span<uint8_t> present) {
+void CacheTier::Lookup(uint32_t pool, std::span<const BlockId> blocks, std::span<uint8_t> present) {
+  if (pool != 0) return below_->Lookup(pool, blocks, present);
   std::fill(present.begin(), present.end(), uint8_t{0});
   (void)slots_.Lookup(blocks, present);
   std::vector<BlockId> rest;
@@ -200,7 +201,7 @@ void CacheTier::Lookup(std::span<const BlockId> blocks, std::span<uint8_t> prese
     where.push_back(i);
   }
   std::vector<uint8_t> below(rest.size());
-  if (!rest.empty()) below_->Lookup(rest, below);
+  if (!rest.empty()) below_->Lookup(pool, rest, below);
   for (size_t i = 0; i < rest.size(); ++i) present[where[i]] = below[i];
   lookups_.fetch_add(blocks.size(), std::memory_order_relaxed);
   lookup_hits_.fetch_add(
@@ -208,7 +209,8 @@ void CacheTier::Lookup(std::span<const BlockId> blocks, std::span<uint8_t> prese
       std::memory_order_relaxed);
 }
 
-size_t CacheTier::LookupPrefix(std::span<const BlockId> blocks) {
+size_t CacheTier::LookupPrefix(uint32_t pool, std::span<const BlockId> blocks) {
+  if (pool != 0) return below_->LookupPrefix(pool, blocks);
   std::vector<uint8_t> cached(blocks.size(), 0);
   (void)slots_.Lookup(blocks, cached);
   size_t length = 0;
@@ -220,7 +222,7 @@ size_t CacheTier::LookupPrefix(std::span<const BlockId> blocks) {
     // A run that the cache doesn't have: as far as the tier below has it.
     size_t end = length;
     while (end < blocks.size() && cached[end] == 0) ++end;
-    const size_t found = below_->LookupPrefix(blocks.subspan(length, end - length));
+    const size_t found = below_->LookupPrefix(pool, blocks.subspan(length, end - length));
     length += found;
     if (length < end) break;
   }
@@ -230,6 +232,7 @@ size_t CacheTier::LookupPrefix(std::span<const BlockId> blocks) {
 }
 
 void CacheTier::Cancel(const std::shared_ptr<Request>& request, Code code) {
+  if (IsBelows(*request)) return below_->Cancel(request, code);
   (void)request->Cancel(code);
   CallOf(*request).direct.Cancel(*below_, code);
 }
@@ -258,10 +261,12 @@ void CacheTier::AddStats(cs_stats& stats) const {
   const CacheCounters& counters = core_.counters();
   const SlotCounts slots = slots_.Counts();
   const uint64_t existing = value(counters.dump_existing);
+  below_->AddSideStats(stats);
   stats.lookup_blocks += value(lookups_);
   stats.lookup_hits += value(lookup_hits_);
-  loads_.admission().AddLoadStats(stats, options_.geometry.payload());
-  dumps_.admission().AddDumpStats(stats, existing, options_.geometry.payload());
+  loads_.admission().AddLoadStats(stats, Admission::Pools::kFirst);
+  dumps_.admission().AddDumpStats(stats, Admission::Pools::kFirst,
+                                  {existing, existing * options_.geometry.payload()});
   stats.stuck_workers += below.stuck_workers;
   stats.cache_hit += value(counters.hit);
   stats.cache_waited += value(counters.waited);

@@ -42,15 +42,22 @@ class CacheTier final : public Tier {
                                             std::shared_ptr<EventRing> events);
   ~CacheTier() override;
 
-  void Lookup(std::span<const BlockId> blocks, std::span<uint8_t> present) override;
-  size_t LookupPrefix(std::span<const BlockId> blocks) override;
-  Status Load(const std::shared_ptr<Request>& request) override { return loads_.Load(request); }
-  Status Dump(const std::shared_ptr<Request>& request) override { return dumps_.Dump(request); }
+  // Only the first pool is cached: the others are the tier below's.
+  Status OpenPool(PoolOptions options) override { return below_->OpenPool(std::move(options)); }
+  void Lookup(uint32_t pool, std::span<const BlockId> blocks, std::span<uint8_t> present) override;
+  size_t LookupPrefix(uint32_t pool, std::span<const BlockId> blocks) override;
+  Status Load(const std::shared_ptr<Request>& request) override {
+    return IsBelows(*request) ? below_->Load(request) : loads_.Load(request);
+  }
+  Status Dump(const std::shared_ptr<Request>& request) override {
+    return IsBelows(*request) ? below_->Dump(request) : dumps_.Dump(request);
+  }
   void Cancel(const std::shared_ptr<Request>& request, Code code) override;
   Status Clear() override;
   uint64_t Epoch() const override { return slots_.epoch(); }
   uint64_t LatestClear() const override { return below_->LatestClear(); }
   void AddStats(cs_stats& stats) const override;
+  void AddSideStats(cs_stats& stats) const override { below_->AddSideStats(stats); }
   void Stop() override;
   void Drain() override;
   void Close() override;
@@ -59,6 +66,7 @@ class CacheTier final : public Tier {
   CacheTier(CacheOptions options, std::unique_ptr<Region> region, std::unique_ptr<Tier> below,
             std::shared_ptr<EventRing> events, const std::vector<int>& cpus);
 
+  static bool IsBelows(const Request& request) { return request.batch().pool != 0; }
   static Result<std::unique_ptr<Region>> OpenRegion(const CacheOptions& options, Tier& below,
                                                     EventRing& events);
   static void Rescue(const CacheOptions& options, Region& region, Tier& below, EventRing& events);

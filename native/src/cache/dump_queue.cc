@@ -57,7 +57,8 @@ Status DumpQueue::Dump(const std::shared_ptr<Request>& request) {
   for (size_t i = 0; i < request->size(); ++i) {
     steps.push_back([this, step = Step{request, i, group}](size_t) { Run(step); });
   }
-  if (Status admitted = admission_.Admit(*request, std::shared_ptr<QueueCall>(call));
+  if (Status admitted =
+          admission_.Admit(*request, core_.payload(), std::shared_ptr<QueueCall>(call));
       !admitted.ok()) {
     return admitted;
   }

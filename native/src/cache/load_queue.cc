@@ -39,7 +39,8 @@ Status LoadQueue::Load(const std::shared_ptr<Request>& request) {
   for (size_t i = 0; i < request->size(); ++i) {
     steps.push_back([this, step = Step{request, i}](size_t worker) { Run(step, worker); });
   }
-  if (Status admitted = admission_.Admit(*request, std::shared_ptr<QueueCall>(call), last_touches);
+  if (Status admitted = admission_.Admit(*request, core_.payload(),
+                                         std::shared_ptr<QueueCall>(call), last_touches);
       !admitted.ok()) {
     return admitted;
   }

@@ -40,13 +40,6 @@ Status CheckPosix(const cs_config& config) {
       return Invalid("storage_backends", path == nullptr ? "null" : path, "absolute paths");
     }
   }
-  if (!IsPlainName(config.identity_name)) {
-    return Invalid("identity_name", config.identity_name == nullptr ? "null" : config.identity_name,
-                   "a directory name without '/'");
-  }
-  if (config.identity_manifest == nullptr) {
-    return Invalid("identity_manifest", "null", "a text");
-  }
   for (const Status& status : {
            CheckRange("posix_load_worker_number", config.posix_load_worker_number, 1, 1024),
            CheckRange("posix_dump_worker_number", config.posix_dump_worker_number, 1, 1024),
@@ -70,17 +63,13 @@ Status CheckPosix(const cs_config& config) {
 constexpr int kWriteBehindNice = 10;
 
 Result<std::unique_ptr<Tier>> OpenPosix(const cs_config& config, Env& env,
-                                        std::shared_ptr<EventRing> events, Geometry geometry,
+                                        std::shared_ptr<EventRing> events, PoolOptions pool,
                                         int dump_nice) {
   if (Status checked = CheckPosix(config); !checked.ok()) return checked;
   PosixOptions options;
   options.roots.assign(config.storage_backends,
                        config.storage_backends + config.storage_backend_count);
-  options.identity_name = config.identity_name;
-  options.manifest = config.identity_manifest;
-  std::copy(std::begin(config.identity_fingerprint), std::end(config.identity_fingerprint),
-            options.fingerprint.begin());
-  options.geometry = std::move(geometry);
+  options.first = std::move(pool);
   options.load_workers = config.posix_load_worker_number;
   options.dump_workers = config.posix_dump_worker_number;
   options.dump_nice = dump_nice;
@@ -101,7 +90,7 @@ Result<std::unique_ptr<Tier>> OpenPosix(const cs_config& config, Env& env,
   return PosixTier::Open(env, std::move(events), std::move(options));
 }
 
-Result<CacheOptions> CacheOptionsOf(const cs_config& config, const Geometry& geometry) {
+Result<CacheOptions> CacheOptionsOf(const cs_config& config, const PoolOptions& pool) {
   for (const Status& status : {
            CheckRange("share_buffer_enable", config.share_buffer_enable, 0, 1),
            CheckRange("cache_h2h_worker_number", config.cache_h2h_worker_number, 1, 64),
@@ -118,9 +107,8 @@ Result<CacheOptions> CacheOptionsOf(const cs_config& config, const Geometry& geo
     return Invalid("cache_h2h_cpu_affinity", "null", "auto, none, or CPUs such as 0-3,8");
   }
   CacheOptions options;
-  options.geometry = geometry;
-  std::copy(std::begin(config.identity_fingerprint), std::end(config.identity_fingerprint),
-            options.fingerprint.begin());
+  options.geometry = pool.geometry;
+  options.fingerprint = pool.fingerprint;
   options.shared = config.share_buffer_enable != 0;
   options.directory = config.cache_buffer_directory;
   options.capacity = config.cache_buffer_capacity;
@@ -133,9 +121,8 @@ Result<CacheOptions> CacheOptionsOf(const cs_config& config, const Geometry& geo
   return options;
 }
 
-}  // namespace
-
-Result<Geometry> GeometryOf(const cs_config& config) {
+template <typename Config>
+Result<Geometry> GeometryOf(const Config& config) {
   if (config.tensor_sizes == nullptr || config.tensor_count == 0) {
     return Invalid("tensor_sizes", "empty", "one size or more");
   }
@@ -164,19 +151,45 @@ Result<Geometry> GeometryOf(const cs_config& config) {
   return geometry;
 }
 
-Result<std::unique_ptr<Tier>> OpenPipeline(const cs_config& config, Env& env,
-                                           std::shared_ptr<EventRing> events) {
+// Both structs have these fields.
+template <typename Config>
+Result<PoolOptions> PoolOfConfig(const Config& config) {
+  if (!IsPlainName(config.identity_name)) {
+    return Invalid("identity_name", config.identity_name == nullptr ? "null" : config.identity_name,
+                   "a directory name without '/'");
+  }
+  if (config.identity_manifest == nullptr) {
+    return Invalid("identity_manifest", "null", "a text");
+  }
   Result<Geometry> geometry = GeometryOf(config);
   if (!geometry.ok()) return geometry.status();
+  PoolOptions pool;
+  pool.identity_name = config.identity_name;
+  pool.manifest = config.identity_manifest;
+  std::copy(std::begin(config.identity_fingerprint), std::end(config.identity_fingerprint),
+            pool.fingerprint.begin());
+  pool.geometry = std::move(geometry.value());
+  return pool;
+}
+
+}  // namespace
+
+Result<PoolOptions> PoolOf(const cs_config& config) { return PoolOfConfig(config); }
+Result<PoolOptions> PoolOf(const cs_pool_config& config) { return PoolOfConfig(config); }
+
+Result<std::unique_ptr<Tier>> OpenPipeline(const cs_config& config, Env& env,
+                                           std::shared_ptr<EventRing> events) {
+  Result<PoolOptions> pool = PoolOf(config);
+  if (!pool.ok()) return pool.status();
   const std::string spec = config.pipeline == nullptr ? "null" : config.pipeline;
   if (spec == "Posix") {
-    return OpenPosix(config, env, std::move(events), std::move(geometry.value()), 0);
+    return OpenPosix(config, env, std::move(events), std::move(pool.value()), 0);
   }
   if (spec == "Cache|Posix") {
-    Result<CacheOptions> options = CacheOptionsOf(config, geometry.value());
+    Result<CacheOptions> options = CacheOptionsOf(config, pool.value());
     if (!options.ok()) return options.status();
     Result<std::unique_ptr<Tier>> posix =
-        OpenPosix(config, env, events, std::move(geometry.value()), kWriteBehindNice);
+        OpenPosix(config, env, events, std::move(pool.value()), kWriteBehindNice);
     if (!posix.ok()) return posix;
     return CacheTier::Open(std::move(options.value()), std::move(posix.value()), std::move(events));
   }

@@ -12,8 +12,9 @@
 
 namespace cachestore {
 
-// The sizes in the config, checked: CS_INVALID names the field that is wrong.
-Result<Geometry> GeometryOf(const cs_config& config);
+// The pool in the config, checked: CS_INVALID names the field that is wrong.
+Result<PoolOptions> PoolOf(const cs_config& config);
+Result<PoolOptions> PoolOf(const cs_pool_config& config);
 
 // Checks the rest of the config and opens the topmost tier.
 Result<std::unique_ptr<Tier>> OpenPipeline(const cs_config& config, Env& env,

@@ -15,10 +15,6 @@ constexpr uint64_t kUnsureNs = 2000000000;
 // How many names of a directory cost as much as looking at one file.
 constexpr size_t kNamesPerEntry = 32;
 
-uint32_t In4K(uint64_t size) {
-  return static_cast<uint32_t>(std::min<uint64_t>((size + 4095) / 4096, UINT32_MAX));
-}
-
 }  // namespace
 
 BlockWalk::BlockWalk(Env& env, std::string root) : env_(env), root_(std::move(root)) {}
@@ -226,6 +222,23 @@ std::string BlockWalk::PathOf(const OldFile& file) const {
   path.reserve(root_.size() + name.size() + 48);
   path.append(root_).append("/").append(name).append("/blocks/");
   return path.append(hex, 0, 3).append("/").append(hex);
+}
+
+std::vector<OldFile> BlockWalk::PartsBeside(const OldFile& file) const {
+  const auto family_of = [](std::string_view name) {
+    const size_t dot = name.rfind('.');
+    return dot == std::string_view::npos ? std::string_view() : name.substr(0, dot);
+  };
+  std::vector<OldFile> parts;
+  const std::string_view family = family_of(identities_[file.identity].name);
+  if (family.empty()) return parts;
+  for (uint32_t i = 0; i < identities_.size(); ++i) {
+    if (i == file.identity || family_of(identities_[i].name) != family) continue;
+    OldFile& part = parts.emplace_back();
+    part.block = file.block;
+    part.identity = i;
+  }
+  return parts;
 }
 
 void BlockWalk::NoteEvicted(const OldFile& file) {

@@ -46,6 +46,10 @@ class BlockWalk {
   uint64_t entries() const { return entries_; }
 
   std::string PathOf(const OldFile& file) const;
+  // What other identities of the same family may have of its block: the names of
+  // their directories are the same up to the last dot (docs/format.md). Whether
+  // there is such a file isn't looked at.
+  std::vector<OldFile> PartsBeside(const OldFile& file) const;
   void NoteEvicted(const OldFile& file);
 
  private:

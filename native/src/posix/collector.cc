@@ -358,37 +358,66 @@ uint64_t Collector::Need() const {
 
 void Collector::Evict() {
   if (steady_clock::now() < next_eviction_) return;
-  size_t evicted = 0;
-  for (size_t tries = 0; Need() > 0 && !oldest_.empty() && tries < kEvictionsPerStep; ++tries) {
+  const uint64_t before = evicted_blocks();
+  for (size_t calls = 0; Need() > 0 && !oldest_.empty() && calls < kEvictionsPerStep;) {
     const OldFile file = oldest_.back();
     oldest_.pop_back();
-    const std::string path = walk_.PathOf(file);
-    const Result<FileInfo> info = env_.Stat(path);
-    // Used since, or gone.
-    if (!info.ok() || info.value().modified_ns != file.used_ns || !info.value().is_regular)
-      continue;
-    const Status removed = env_.Unlink(path);
-    if (!removed.ok()) {
-      if (removed.code() == CS_NOT_FOUND) continue;
-      Warn("evicting from " + directory_.root() + ": " + removed.text());
-      next_eviction_ = steady_clock::now() + kRetry;
-      break;
-    }
-    const uint64_t bytes = uint64_t{file.size_4k} * 4096;
-    walk_.NoteEvicted(file);
-    changed_ = true;
-    used_ = Minus(used_, bytes);
-    wanted_ = Minus(wanted_, bytes);
-    if (free_ != UINT64_MAX) free_ += bytes;
-    evicted_blocks_.fetch_add(1, std::memory_order_relaxed);
-    evicted_bytes_.fetch_add(bytes, std::memory_order_relaxed);
-    ++evicted;
+    calls += EvictBlock(file);
+    if (steady_clock::now() < next_eviction_) break;  // it failed
   }
   if (Need() == 0 || used_ == 0) {
     making_room_ = false;
     wanted_ = 0;
   }
-  if (evicted > 0) space_.NoteRoom();
+  if (evicted_blocks() > before) space_.NoteRoom();
+}
+
+// Removes a file and the others of its block, unless one was used meanwhile. Returns
+// how many were looked at.
+size_t Collector::EvictBlock(const OldFile& file) {
+  const Result<FileInfo> info = env_.Stat(walk_.PathOf(file));
+  // Used since, or gone.
+  const bool is_old =
+      info.ok() && info.value().modified_ns == file.used_ns && info.value().is_regular;
+  if (!is_old) return 1;
+  std::vector<OldFile> there;
+  uint64_t latest = file.used_ns;
+  std::vector<OldFile> parts = walk_.PartsBeside(file);
+  for (OldFile& part : parts) {
+    const Result<FileInfo> found = env_.Stat(walk_.PathOf(part));
+    if (!found.ok() || !found.value().is_regular) continue;
+    part.used_ns = found.value().modified_ns;
+    part.size_4k = In4K(found.value().size);
+    latest = std::max(latest, part.used_ns);
+    there.push_back(part);
+  }
+  if (latest > file.used_ns) {
+    // Another rank has noted a use that this one hasn't: then all of it stays.
+    (void)env_.SetModified(walk_.PathOf(file), latest);
+    return 1 + parts.size();
+  }
+  Status removed = Remove(file);
+  for (size_t i = 0; removed.ok() && i < there.size(); ++i) removed = Remove(there[i]);
+  if (!removed.ok()) {
+    Warn("evicting from " + directory_.root() + ": " + removed.text());
+    next_eviction_ = steady_clock::now() + kRetry;
+  }
+  return 1 + parts.size();
+}
+
+Status Collector::Remove(const OldFile& file) {
+  Status removed = env_.Unlink(walk_.PathOf(file));
+  if (removed.code() == CS_NOT_FOUND) return Status::Ok();
+  if (!removed.ok()) return removed;
+  const uint64_t bytes = uint64_t{file.size_4k} * 4096;
+  walk_.NoteEvicted(file);
+  changed_ = true;
+  used_ = Minus(used_, bytes);
+  wanted_ = Minus(wanted_, bytes);
+  if (free_ != UINT64_MAX) free_ += bytes;
+  evicted_blocks_.fetch_add(1, std::memory_order_relaxed);
+  evicted_bytes_.fetch_add(bytes, std::memory_order_relaxed);
+  return removed;
 }
 
 void Collector::Tell() {

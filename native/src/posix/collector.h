@@ -9,7 +9,9 @@
 // What is used is what the latest pass over the directories saw, and what the
 // stores say they have added since; a pass that nobody adds to makes it exact.
 // When room is wanted, a whole pass finds the oldest files (oldest.h), and they
-// are looked at again before they go: one that was used meanwhile stays.
+// are looked at again before they go: one that was used meanwhile stays. With a
+// file go all others of the same block, of other pools and ranks: a part of a page
+// is of no use without the rest.
 //
 // Thread-safe. Step and Close do nothing while another thread is in either.
 #ifndef CACHESTORE_POSIX_COLLECTOR_H_
@@ -88,6 +90,8 @@ class Collector {
   void EndPass();
   void MeasureRoom();
   void Evict();
+  size_t EvictBlock(const OldFile& file);
+  Status Remove(const OldFile& file);
   void Tell();
   Result<CollectorState> ReadState();
   void Warn(std::string text);

@@ -56,23 +56,24 @@ bool IsSureToEnd(uint64_t filesystem_type) {
   }
 }
 
-Directory::Directory(Env& env, EventRing& events, DirectoryOptions options)
+Directory::Directory(Env& env, EventRing& events, DirectoryOptions options,
+                     std::shared_ptr<Root> root)
     : env_(env),
       events_(events),
       options_(std::move(options)),
       base_(options_.root + "/" + options_.identity_name),
-      instance_(env.UniqueName()),
       seed_(Hash(options_.root)),
-      health_(events, options_.root),
-      direct_(options_.direct != CS_DIRECT_OFF),
-      space_(options_.limits) {}
+      root_(root != nullptr
+                ? std::move(root)
+                : std::make_shared<Root>(env, events, options_.root, options_.limits,
+                                         /*use_direct=*/options_.direct != CS_DIRECT_OFF)) {}
 
 Status Directory::WriteChanges(const SpaceChanges& changes) {
   uint8_t bytes[kSpaceChangesSize];
   EncodeSpaceChanges(changes, bytes);
   iovec part{bytes, sizeof bytes};
   const std::lock_guard lock(mutex_);
-  if (!lock_) return {CS_NOT_FOUND, "no lock file in " + base_ + "/tmp/" + instance_};
+  if (!lock_) return {CS_NOT_FOUND, "no lock file in " + base_ + "/tmp/" + instance()};
   return env_.WriteFull(lock_.get(), {&part, 1}, 0);
 }
 
@@ -93,7 +94,7 @@ Status Directory::OpenOnce() {
                    (options_.zero_copy == CS_ZERO_COPY_AUTO && IsSureToEnd(type.value())));
   if (!made.ok()) {
     // Nothing of this identity is there, or ever was.
-    if (health_.use() == Health::Use::kFull) health_.StartAs(Health::Use::kReadOnly, made);
+    if (health().use() == Health::Use::kFull) health().StartAs(Health::Use::kReadOnly, made);
     return made;
   }
   const Result<FileInfo> base = env_.Stat(base_);
@@ -102,7 +103,7 @@ Status Directory::OpenOnce() {
     return {CS_INVALID, base_ + " is a symbolic link: what is removed would lie elsewhere"};
   }
   if (const Result<uint64_t> latest = ReadClear(); latest.ok()) {
-    const std::lock_guard lock(clear_mutex_);
+    const std::lock_guard lock(root_->clear_mutex);
     latest_clear_.store(latest.value());
   }
   Status written = MakeTemporaryDirectory();
@@ -110,9 +111,9 @@ Status Directory::OpenOnce() {
   if (!written.ok()) {
     // A full or read-only directory still serves what it has.
     events_.Add(CS_EVENT_WARNING, "nothing can be stored at present: " + written.text());
-    health_.Note(Health::Call::kWrite, written);
-    if (SaysReadOnly(written) && health_.use() == Health::Use::kFull) {
-      health_.StartAs(Health::Use::kReadOnly, written);
+    health().Note(Health::Call::kWrite, written);
+    if (SaysReadOnly(written) && health().use() == Health::Use::kFull) {
+      health().StartAs(Health::Use::kReadOnly, written);
     }
     return Status::Ok();
   }
@@ -134,6 +135,36 @@ Status Directory::CheckDirect(uint64_t filesystem_type) {
 }
 
 void Directory::Probe() {
+  Directory* const all[] = {this};
+  Probe(all);
+}
+
+void Directory::Probe(std::span<Directory* const> directories) {
+  Tried worst;
+  for (Directory* const directory : directories) {
+    Tried tried = directory->TryUse();
+    if (worst.read.ok()) worst.read = std::move(tried.read);
+    if (worst.written.ok()) worst.written = std::move(tried.written);
+  }
+  Root& root = *directories.front()->root_;
+  for (bool settled = false; !settled;) {
+    std::unique_lock lock(root.clear_mutex);
+    settled = true;
+    for (Directory* const directory : directories) {
+      const uint64_t owed = directory->clears_owed_;
+      if (!worst.read.ok() || owed == directory->clears_made_) continue;
+      settled = false;
+      lock.unlock();
+      worst.read = directory->MoveBlocksToTrash();
+      lock.lock();
+      if (worst.read.ok()) directory->clears_made_ = owed;  // more may be owed by now
+    }
+    if (settled) root.health.NoteProbe(worst.read, worst.written, Health::Clock::now());
+  }
+  if (!root.health.full()) root.space.NoteRoom();
+}
+
+Directory::Tried Directory::TryUse() {
   Status read = Open();
   Status written = read;
   if (read.ok() || SaysReadOnly(read)) {
@@ -141,20 +172,7 @@ void Directory::Probe() {
     read = blocks.code() == CS_NOT_FOUND && blocks.error() != ESTALE ? Status::Ok() : blocks;
   }
   if (read.ok() && written.ok()) written = TryWriting();
-  for (bool settled = false; !settled;) {
-    std::unique_lock lock(clear_mutex_);
-    const uint64_t owed = clears_owed_;
-    settled = !read.ok() || owed == clears_made_;
-    if (settled) {
-      health_.NoteProbe(read, written, Health::Clock::now());
-    } else {
-      lock.unlock();
-      read = MoveBlocksToTrash();
-      lock.lock();
-      if (read.ok()) clears_made_ = owed;  // more may be owed by now
-    }
-  }
-  if (!health_.full()) space_.NoteRoom();
+  return {read, written};
 }
 
 // What a dump does, with a small file.
@@ -180,7 +198,7 @@ Status Directory::WriteTemporary(const std::function<Status()>& write) {
 }
 
 void Directory::DisableDirect(const Status& why) {
-  if (direct_.exchange(false)) {
+  if (root_->direct.exchange(false)) {
     events_.Add(CS_EVENT_WARNING, "the filesystem of " + options_.root +
                                       " doesn't support O_DIRECT: io_direct is off for it (" +
                                       why.text() + ")");
@@ -202,12 +220,12 @@ std::string Directory::BlockPath(const BlockId& block) const {
 }
 
 std::string Directory::NewTemporaryPath() {
-  return base_ + "/tmp/" + instance_ + "/" + std::to_string(next_temporary_.fetch_add(1));
+  return base_ + "/tmp/" + instance() + "/" + std::to_string(next_temporary_.fetch_add(1));
 }
 
 Status Directory::MakeTemporaryDirectory() {
   const std::lock_guard lock(mutex_);
-  const std::string path = base_ + "/tmp/" + instance_;
+  const std::string path = base_ + "/tmp/" + instance();
   // A cleaner of another process may get between our steps and remove the
   // directory: a few tries are always enough.
   Status made;
@@ -294,10 +312,10 @@ Status Directory::NoticeClear() {
     const uint64_t before = epoch();
     const Result<uint64_t> latest = ReadClear();
     if (!latest.ok()) {
-      health_.Note(Health::Call::kRead, latest.status());
+      health().Note(Health::Call::kRead, latest.status());
       return latest.status();
     }
-    const std::lock_guard lock(clear_mutex_);
+    const std::lock_guard lock(root_->clear_mutex);
     if (latest.value() == latest_clear_.load()) return Status::Ok();
     if (before != epoch()) continue;  // one of ours came between
     latest_clear_.store(latest.value());
@@ -313,7 +331,7 @@ Status Directory::MarkClear() {
   Status marked =
       WriteTemporary([&] { return env_.ReplaceFile(temporary, base_ + "/cleared", ""); });
   const Result<uint64_t> latest = ReadClear();
-  const std::lock_guard lock(clear_mutex_);
+  const std::lock_guard lock(root_->clear_mutex);
   if (latest.ok()) latest_clear_.store(latest.value());
   epoch_.fetch_add(1);
   return marked;
@@ -330,7 +348,7 @@ Status Directory::MakeTrash() {
 }
 
 Status Directory::Clear() {
-  const auto is_out = [&] { return health_.use() == Health::Use::kOut; };
+  const auto is_out = [&] { return health().use() == Health::Use::kOut; };
   if (!is_out()) {
     // It may have failed meanwhile, and this with it.
     if (Status moved = MoveBlocksToTrash(); moved.ok() || !is_out()) return moved;
@@ -340,8 +358,8 @@ Status Directory::Clear() {
 }
 
 bool Directory::OweClear() {
-  const std::lock_guard lock(clear_mutex_);
-  if (health_.use() != Health::Use::kOut) return false;
+  const std::lock_guard lock(root_->clear_mutex);
+  if (health().use() != Health::Use::kOut) return false;
   ++clears_owed_;
   return true;
 }
@@ -382,7 +400,7 @@ void Directory::RemoveTrash(const std::function<bool()>& stop) {
   const Result<std::vector<std::string>> instances = env_.List(base_ + "/tmp");
   if (!instances.ok()) return;
   for (const std::string& instance : instances.value()) {
-    if (instance == instance_) continue;
+    if (instance == root_->instance) continue;
     const std::string path = base_ + "/tmp/" + instance;
     // Whoever gets the lock has proof that the writer is gone. A directory
     // without a lock file is one just being made, or was left by a maker that
@@ -424,7 +442,7 @@ Result<bool> Directory::RemoveSame(const std::string& path, const FileInfo& info
 
 void Directory::Close() {
   const std::lock_guard lock(mutex_);
-  (void)RemoveInstance(base_ + "/tmp/" + instance_, [] { return false; });
+  (void)RemoveInstance(base_ + "/tmp/" + instance(), [] { return false; });
   lock_.Reset();
 }
 

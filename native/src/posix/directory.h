@@ -15,13 +15,14 @@
 #include <atomic>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <mutex>
+#include <span>
 #include <string>
 
 #include "base/env.h"
 #include "base/event_ring.h"
-#include "posix/health.h"
-#include "posix/space.h"
+#include "posix/root.h"
 #include "tier/geometry.h"
 
 namespace cachestore {
@@ -41,7 +42,9 @@ struct DirectoryOptions {
 
 class Directory {
  public:
-  Directory(Env& env, EventRing& events, DirectoryOptions options);
+  // `root`: shared with other pools' directories there; null: its own.
+  Directory(Env& env, EventRing& events, DirectoryOptions options,
+            std::shared_ptr<Root> root = nullptr);
 
   // Makes what is missing and writes the manifest. A directory that can only
   // be read is no error, unless this identity has nothing there; one that can't
@@ -50,21 +53,23 @@ class Directory {
   // Tries whether what was found to be wrong is over, and says so to Health;
   // does what opening and clearing have left to do.
   void Probe();
-  Health& health() { return health_; }
-  const Health& health() const { return health_; }
+  // The same for all directories that share a root: it is as good as the worst.
+  static void Probe(std::span<Directory* const> directories);
+  Health& health() { return root_->health; }
+  const Health& health() const { return root_->health; }
   // The root itself, whatever name it is given by.
   Result<FileInfo> Place() { return env_.Stat(options_.root + "/."); }
 
   const std::string& root() const { return options_.root; }
   // The name of this store's directory in tmp/.
-  const std::string& instance() const { return instance_; }
-  Space& space() { return space_; }
+  const std::string& instance() const { return root_->instance; }
+  Space& space() { return root_->space; }
   // Lets whoever collects know what this store has added and removed.
   Status WriteChanges(const SpaceChanges& changes);
   // I/O may use the caller's memory and the caller's thread.
   bool zero_copy() const { return zero_copy_.load(std::memory_order_relaxed); }
   // Files are opened with O_DIRECT.
-  bool direct() const { return direct_.load(std::memory_order_relaxed); }
+  bool direct() const { return root_->direct.load(std::memory_order_relaxed); }
   // An error is better than I/O without.
   bool requires_direct() const { return options_.direct == CS_DIRECT_REQUIRED; }
   // The filesystem doesn't do O_DIRECT: buffered from now on, said once.
@@ -105,6 +110,11 @@ class Directory {
 
  private:
   Status OpenOnce();  // with open_mutex_ held
+  struct Tried {
+    Status read;
+    Status written;
+  };
+  Tried TryUse();
   Status TryWriting();
   Status CheckDirect(uint64_t filesystem_type);
   Status WriteTemporary(const std::function<Status()>& write);
@@ -120,26 +130,23 @@ class Directory {
   Env& env_;
   EventRing& events_;
   const DirectoryOptions options_;
-  const std::string base_;      // <root>/<identity>
-  const std::string instance_;  // our name in tmp/
+  const std::string base_;  // <root>/<identity>
   const uint64_t seed_;
-  Health health_;
+  const std::shared_ptr<Root> root_;
   std::atomic<bool> zero_copy_{false};  // set by Open, which may come later
-  std::atomic<bool> direct_;
   std::atomic<bool> owes_sync_{false};
   std::atomic<bool> has_manifest_{false};  // has written it once
   std::atomic<uint64_t> next_temporary_{0};
   std::atomic<uint64_t> epoch_{0};
-  std::atomic<uint64_t> latest_clear_{0};  // changed with clear_mutex_ held, and epoch_ with it
-  std::mutex clear_mutex_;                 // never held across I/O
-  // Guarded by clear_mutex_, with which a probe brings the directory back. So one that
+  std::atomic<uint64_t> latest_clear_{
+      0};  // changed with Root::clear_mutex held, and epoch_ with it
+  // Guarded by Root::clear_mutex, with which a probe brings the directory back. So one that
   // is in use owes nothing, and what was stored before a clear doesn't outlast it: it
   // lies in `blocks` when that is moved, or its Publish, which looks once more after
   // its rename, finds another epoch.
   uint64_t clears_owed_ = 0;  // in all
   uint64_t clears_made_ = 0;  // of those
 
-  Space space_;
   std::mutex open_mutex_;  // held while it is opened
   bool opened_ = false;    // guarded by open_mutex_
 

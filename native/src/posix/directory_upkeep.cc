@@ -13,48 +13,78 @@ constexpr milliseconds kIdleTick{1000};
 
 }  // namespace
 
-DirectoryUpkeep::DirectoryUpkeep(Env& env, EventRing& events, const ShardIo& io,
-                                 milliseconds use_interval) {
+DirectoryUpkeep::DirectoryUpkeep(Env& env, EventRing& events, const ShardIo& first,
+                                 milliseconds use_interval)
+    : env_(env) {
+  AddPool(first);
   UseLogOptions options;
   options.interval = use_interval;
-  for (const auto& directory : io.directories()) {
-    Tended& tended = directories_.emplace_back();
+  for (const auto& directory : first.directories()) {
+    Tended& tended = roots_.emplace_back();
     tended.directory = directory.get();
     const bool limited = directory->space().limits().any();
     if (limited) tended.collector = std::make_unique<Collector>(env, events, *directory);
     options.roots.push_back(limited);
   }
-  const auto root_of = [this, &io](const BlockId& block) {
-    const Places places = io.PlacesOf(block);
+  const auto root_of = [this, &first](const BlockId& block) {
+    const Places places = first.PlacesOf(block);
     const Directory* const home =
-        places.size() == 0 ? &io.DirectoryOf(block) : &places[places.size() - 1];
-    const auto at = std::find_if(directories_.begin(), directories_.end(),
+        places.size() == 0 ? &first.DirectoryOf(block) : &places[places.size() - 1];
+    const auto at = std::find_if(roots_.begin(), roots_.end(),
                                  [&](const Tended& tended) { return tended.directory == home; });
-    return static_cast<size_t>(at - directories_.begin());
+    return static_cast<size_t>(at - roots_.begin());
   };
-  const auto path_of = [this](size_t root, const BlockId& block) {
-    return directories_[root].directory->BlockPath(block);
-  };
-  uses_ = std::make_unique<UseLog>(env, std::move(options), root_of, path_of);
+  uses_ = std::make_unique<UseLog>(env, std::move(options), root_of,
+                                   [this](size_t root, const BlockId& block, uint64_t time) {
+                                     return Touch(root, block, time);
+                                   });
+}
+
+void DirectoryUpkeep::AddPool(const ShardIo& io) {
+  const size_t pool = pools_.load(std::memory_order_relaxed);
+  ios_[pool] = &io;
+  pools_.store(pool + 1, std::memory_order_release);
+}
+
+std::vector<Directory*> DirectoryUpkeep::DirectoriesIn(size_t root) const {
+  std::vector<Directory*> found;
+  const size_t pools = pools_.load(std::memory_order_acquire);
+  for (size_t pool = 0; pool < pools; ++pool) {
+    found.push_back(ios_[pool]->directories()[root].get());
+  }
+  return found;
+}
+
+// A use of a block is one of all that the pools have of it. Not found: none has any.
+Status DirectoryUpkeep::Touch(size_t root, const BlockId& block, uint64_t time) {
+  Status result{CS_NOT_FOUND, ""};
+  const size_t pools = pools_.load(std::memory_order_acquire);
+  for (size_t pool = 0; pool < pools; ++pool) {
+    Status set = env_.SetModified(ios_[pool]->directories()[root]->BlockPath(block), time);
+    const bool says_more =
+        result.ok() ? !set.ok() && set.code() != CS_NOT_FOUND : result.code() == CS_NOT_FOUND;
+    if (says_more) result = std::move(set);
+  }
+  return result;
 }
 
 bool DirectoryUpkeep::evicts() const {
-  return std::any_of(directories_.begin(), directories_.end(),
+  return std::any_of(roots_.begin(), roots_.end(),
                      [](const Tended& tended) { return tended.collector != nullptr; });
 }
 
 void DirectoryUpkeep::Begin(milliseconds patience) {
-  for (const Tended& tended : directories_) {
+  for (const Tended& tended : roots_) {
     const bool out = tended.directory->health().use() == Health::Use::kOut;
     if (tended.collector != nullptr && !out) tended.collector->Begin(patience);
   }
 }
 
 milliseconds DirectoryUpkeep::Tick(size_t index, bool last) {
-  Tended& tended = directories_[index];
+  Tended& tended = roots_[index];
   Directory& directory = *tended.directory;
   Collector* const collector = tended.collector.get();
-  if (!last) ProbeIfDue(directory);
+  if (!last) ProbeIfDue(index);
   if (directory.health().use() == Health::Use::kOut) {
     if (collector != nullptr) collector->Release();
     return kIdleTick;
@@ -77,25 +107,28 @@ milliseconds DirectoryUpkeep::Tick(size_t index, bool last) {
   return std::min(pause, collector->Step(/*times_are_written=*/pause.count() > 0));
 }
 
-void DirectoryUpkeep::ProbeIfDue(Directory& directory) {
-  if (!directory.health().ProbeIsDue(Health::Clock::now())) return;
-  const bool was_out = directory.health().use() == Health::Use::kOut;
-  directory.Probe();
-  // It may never have been cleaned, and may just have been cleared.
-  if (was_out && directory.health().use() == Health::Use::kFull) {
-    directory.RemoveTrash([this] { return stopping_.load(); });
+void DirectoryUpkeep::ProbeIfDue(size_t root) {
+  Health& health = roots_[root].directory->health();
+  if (!health.ProbeIsDue(Health::Clock::now())) return;
+  const bool was_out = health.use() == Health::Use::kOut;
+  const std::vector<Directory*> directories = DirectoriesIn(root);
+  Directory::Probe(directories);
+  // They may never have been cleaned, and may just have been cleared.
+  if (!was_out || health.use() != Health::Use::kFull) return;
+  for (Directory* const directory : directories) {
+    directory->RemoveTrash([this] { return stopping_.load(); });
   }
 }
 
-void DirectoryUpkeep::NoteClear(size_t directory) {
-  Collector* const collector = directories_[directory].collector.get();
+void DirectoryUpkeep::NoteClear(size_t root) {
+  Collector* const collector = roots_[root].collector.get();
   if (collector != nullptr) collector->NoteClear();
 }
 
 void DirectoryUpkeep::AddStats(cs_stats& stats) const {
   stats.posix_uses_pending += uses_->pending();
   stats.posix_uses_dropped += uses_->dropped();
-  for (const Tended& tended : directories_) {
+  for (const Tended& tended : roots_) {
     const Health& health = tended.directory->health();
     const Space& space = tended.directory->space();
     stats.posix_directories += 1;

@@ -30,6 +30,11 @@ struct OldFile {
   }
 };
 
+// Units of 4096 bytes that a file of that size takes.
+inline uint32_t In4K(uint64_t size) {
+  return static_cast<uint32_t>(std::min<uint64_t>((size + 4095) / 4096, UINT32_MAX));
+}
+
 class Oldest {
  public:
   explicit Oldest(size_t limit) : limit_(limit) {}

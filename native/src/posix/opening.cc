@@ -47,8 +47,21 @@ bool RunWithin(std::chrono::milliseconds patience, const char* name, std::functi
   return done;
 }
 
+Roots MakeRoots(Env& env, EventRing& events, const PosixOptions& options) {
+  Roots roots;
+  for (size_t i = 0; i < options.roots.size(); ++i) {
+    const SpaceLimits limits{i < options.capacities.size() ? options.capacities[i] : 0,
+                             options.free_space_reserve, options.high_watermark_percent,
+                             options.low_watermark_percent};
+    roots.push_back(std::make_shared<Root>(env, events, options.roots[i], limits,
+                                           options.direct != CS_DIRECT_OFF));
+  }
+  return roots;
+}
+
 Result<Directories> OpenDirectories(Env& env, const std::shared_ptr<EventRing>& events,
-                                    const PosixOptions& options) {
+                                    const PosixOptions& options, const PoolOptions& pool,
+                                    const Roots& roots) {
   struct Opening {
     std::shared_ptr<EventRing> events;
     Directories directories;
@@ -59,14 +72,12 @@ Result<Directories> OpenDirectories(Env& env, const std::shared_ptr<EventRing>& 
   };
   const auto opening = std::make_shared<Opening>();
   opening->events = events;
-  for (size_t i = 0; i < options.roots.size(); ++i) {
-    const SpaceLimits limits{i < options.capacities.size() ? options.capacities[i] : 0,
-                             options.free_space_reserve, options.high_watermark_percent,
-                             options.low_watermark_percent};
+  for (const std::shared_ptr<Root>& root : roots) {
     opening->directories.push_back(std::make_shared<Directory>(
         env, *events,
-        DirectoryOptions{options.roots[i], options.identity_name, options.manifest, options.direct,
-                         options.zero_copy, limits}));
+        DirectoryOptions{root->path, pool.identity_name, pool.manifest, options.direct,
+                         options.zero_copy, root->space.limits()},
+        root));
   }
   const size_t count = opening->directories.size();
   opening->statuses.assign(count, Status(CS_NO_MEMORY, "no memory to open a directory"));
@@ -74,7 +85,7 @@ Result<Directories> OpenDirectories(Env& env, const std::shared_ptr<EventRing>& 
   Batch batch;
   batch.blocks.resize(count);
   const auto request = std::make_shared<Request>(std::move(batch));
-  WorkerPool pool("cs-open", count, [opening](WorkerPool::Job& job, WorkerPool::Scratch&) {
+  WorkerPool openers("cs-open", count, [opening](WorkerPool::Job& job, WorkerPool::Scratch&) {
     Request& each = *static_cast<Request*>(job.owner.get());
     Directory& directory = *opening->directories[job.index];
     if (!each.Begin(job.index, /*touches=*/false)) return false;
@@ -88,14 +99,15 @@ Result<Directories> OpenDirectories(Env& env, const std::shared_ptr<EventRing>& 
   });
   std::vector<WorkerPool::Job> jobs;
   for (uint32_t i = 0; i < count; ++i) jobs.push_back({request, i});
-  if (!pool.Submit(std::move(jobs))) return Status(CS_NO_MEMORY, "no threads to open directories");
+  if (!openers.Submit(std::move(jobs)))
+    return Status(CS_NO_MEMORY, "no threads to open directories");
   const bool all = request->WaitUntil(Request::Clock::now() + options.timeout);
   if (!all) {
     (void)request->Cancel(CS_TIMEOUT);
     request->Wait();  // nothing here touches the caller's memory: it has ended
   }
-  (void)pool.Close();
-  (void)pool.Join(all ? kJoinPatience : std::chrono::milliseconds(0));
+  (void)openers.Close();
+  (void)openers.Join(all ? kJoinPatience : std::chrono::milliseconds(0));
 
   Status failed;
   size_t usable = 0;

@@ -13,7 +13,6 @@
 #include "base/env.h"
 #include "base/event_ring.h"
 #include "base/worker_pool.h"
-#include "posix/record.h"
 #include "posix/shard_io.h"
 #include "posix/upkeep.h"
 #include "tier/admission.h"
@@ -23,10 +22,7 @@ namespace cachestore {
 
 struct PosixOptions {
   std::vector<std::string> roots;  // absolute directories
-  std::string identity_name;
-  std::string manifest;
-  Fingerprint fingerprint{};
-  Geometry geometry;
+  PoolOptions first;
   size_t load_workers = 1;
   size_t dump_workers = 1;
   int dump_nice = 0;       // added to the dump workers' nice value
@@ -50,8 +46,9 @@ class PosixTier final : public Tier {
                                             PosixOptions options);
   ~PosixTier() override;
 
-  void Lookup(std::span<const BlockId> blocks, std::span<uint8_t> present) override;
-  size_t LookupPrefix(std::span<const BlockId> blocks) override;
+  Status OpenPool(PoolOptions options) override;
+  void Lookup(uint32_t pool, std::span<const BlockId> blocks, std::span<uint8_t> present) override;
+  size_t LookupPrefix(uint32_t pool, std::span<const BlockId> blocks) override;
   Status Load(const std::shared_ptr<Request>& request) override;
   Status Dump(const std::shared_ptr<Request>& request) override;
   void NoteUse(std::span<const BlockId> blocks, const BlockId* parent) override;
@@ -60,25 +57,27 @@ class PosixTier final : public Tier {
   uint64_t Epoch() const override;
   uint64_t LatestClear() const override;
   void AddStats(cs_stats& stats) const override;
+  void AddSideStats(cs_stats& stats) const override;
   void Stop() override;
   void Close() override;
 
  private:
   struct Core;  // all that workers use: they may outlive the tier
 
-  PosixTier(std::shared_ptr<Core> core, const PosixOptions& options);
+  PosixTier(std::shared_ptr<Core> core, PosixOptions options);
 
   Status Admit(Admission& direction, const std::shared_ptr<Request>& request,
                std::shared_ptr<void> tier_data);
   Status Submit(WorkerPool& pool, const std::shared_ptr<Request>& request);
   // Lookups and clears go to workers: where a directory may hang, or isn't known yet.
   bool LooksAside() const;
-  uint64_t LookupAside(std::span<const BlockId> blocks, std::span<uint8_t> present,
+  uint64_t LookupAside(uint32_t pool, std::span<const BlockId> blocks, std::span<uint8_t> present,
                        Request::Clock::time_point deadline);
   // Runs a request of lookups or clears to its end or the deadline.
   void RunAside(const std::shared_ptr<Request>& request, Request::Clock::time_point deadline);
   void CleanUp();
 
+  const PosixOptions options_;
   const std::shared_ptr<Core> core_;
   const std::chrono::milliseconds timeout_;
   WorkerPool load_pool_;

@@ -3,7 +3,6 @@
 #ifndef CACHESTORE_POSIX_RECORD_H_
 #define CACHESTORE_POSIX_RECORD_H_
 
-#include <array>
 #include <cstdint>
 #include <span>
 #include <vector>
@@ -15,8 +14,6 @@
 namespace cachestore {
 
 inline constexpr uint64_t kRecordSize = 4096;
-
-using Fingerprint = std::array<uint8_t, 32>;
 
 // Writes and checks the records of one identity. Immutable, so thread-safe.
 class RecordFormat {

@@ -49,11 +49,11 @@ struct UseLog::Order {
   std::vector<BlockId> way;  // of AddTo
 };
 
-UseLog::UseLog(Env& env, UseLogOptions options, RootOf root_of, PathOf path_of)
+UseLog::UseLog(Env& env, UseLogOptions options, RootOf root_of, Touch touch)
     : env_(env),
       options_(std::move(options)),
       root_of_(std::move(root_of)),
-      path_of_(std::move(path_of)),
+      touch_(std::move(touch)),
       links_(KeepsAny(options_) ? std::make_unique<ParentLinks>(options_.link_bits) : nullptr),
       roots_([this] {
         std::vector<std::unique_ptr<Root>> roots;
@@ -271,7 +271,7 @@ void UseLog::Write(size_t index, Root& root, const BlockId& block) {
     root.pending.erase(found);
   }
   Status written{CS_NO_MEMORY, ""};
-  (void)Thrown([&] { written = env_.SetModified(path_of_(index, block), time); });
+  (void)Thrown([&] { written = touch_(index, block, time); });
   // A file that is gone needs no time.
   if (!written.ok() && written.code() != CS_NOT_FOUND) {
     dropped_.fetch_add(1, std::memory_order_relaxed);

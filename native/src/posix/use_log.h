@@ -53,11 +53,12 @@ class UseLog {
  public:
   using Milliseconds = std::chrono::milliseconds;
   using RootOf = std::function<size_t(const BlockId&)>;
-  using PathOf = std::function<std::string(size_t root, const BlockId&)>;
+  // Sets the time of use, in ns since 1970, of what a block has in a root.
+  using Touch = std::function<Status(size_t root, const BlockId&, uint64_t time)>;
   // A request whose uses will be noted.
   struct Following;
 
-  UseLog(Env& env, UseLogOptions options, RootOf root_of, PathOf path_of);
+  UseLog(Env& env, UseLogOptions options, RootOf root_of, Touch touch);
   ~UseLog();
 
   // Whether any root's uses are kept. If not, nothing here does anything.
@@ -108,7 +109,7 @@ class UseLog {
   Env& env_;
   const UseLogOptions options_;
   const RootOf root_of_;
-  const PathOf path_of_;
+  const Touch touch_;
   const std::unique_ptr<ParentLinks> links_;  // guarded by digest_mutex_; null: nothing is kept
   const std::vector<std::unique_ptr<Root>> roots_;
   std::atomic<uint64_t> pending_{0};

@@ -46,6 +46,7 @@ struct Batch {
   size_t tensors = 0;
   std::optional<BlockId> parent;  // the block before the first, if known
   bool is_chain = true;           // of one prefix: each block follows the one before
+  uint32_t pool = 0;
   // Of a dump: Tier::Epoch when it was accepted higher up; none: it is accepted now.
   std::optional<uint64_t> epoch;
 

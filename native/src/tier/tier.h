@@ -18,11 +18,16 @@ class Tier {
  public:
   virtual ~Tier() = default;
 
+  // Opens the next pool; one call at a time. Its number is given to other calls
+  // once it is open.
+  virtual Status OpenPool(PoolOptions options) = 0;
+
   // present[i] = 1 if blocks[i] is stored. Takes no pins and lists no
   // directory. Bounded; what can't be told in time counts as absent.
-  virtual void Lookup(std::span<const BlockId> blocks, std::span<uint8_t> present) = 0;
+  virtual void Lookup(uint32_t pool, std::span<const BlockId> blocks,
+                      std::span<uint8_t> present) = 0;
   // How many of the first blocks are stored without a gap.
-  virtual size_t LookupPrefix(std::span<const BlockId> blocks) = 0;
+  virtual size_t LookupPrefix(uint32_t pool, std::span<const BlockId> blocks) = 0;
 
   // Accept the whole request (OK: every shard of it ends exactly once, by a
   // worker or by Cancel) or none of it (no effect, no I/O). Never block.
@@ -30,19 +35,19 @@ class Tier {
   virtual Status Dump(const std::shared_ptr<Request>& request) = 0;
 
   // Blocks of a prefix, after `parent` if that is known, were used without this
-  // tier: for what replaces the least recently used. Cheap, never blocks.
+  // tier, in all pools: for what replaces the least recently used. Cheap, never blocks.
   virtual void NoteUse(std::span<const BlockId>, const BlockId* /*parent*/) {}
 
   // Gives up an accepted request: see Request::Cancel. After Request::Wait,
   // which then is short, the caller's memory is free.
   virtual void Cancel(const std::shared_ptr<Request>& request, Code code) = 0;
 
-  // Forgets every block of the identity. What was accepted for dumping before
+  // Forgets every block of all pools. What was accepted for dumping before
   // isn't stored by it, here or in any other process: it ends well, as if it
   // had come just before the clear.
   virtual Status Clear() = 0;
-  // Changes with every clear that this process has made or noticed, and notices
-  // one now where the look is sure to end. A dump of an earlier epoch is one from
+  // Changes with every clear of the first pool that this process has made or
+  // noticed, and notices one now where the look is sure to end. A dump of an earlier epoch is one from
   // before it (Batch::epoch).
   virtual uint64_t Epoch() const = 0;
   // The same for all processes and hosts, and lasting: the latest clear that
@@ -50,6 +55,8 @@ class Tier {
   virtual uint64_t LatestClear() const = 0;
 
   virtual void AddStats(cs_stats& stats) const = 0;
+  // Of these, what callers asked for of all pools but the first.
+  virtual void AddSideStats(cs_stats& stats) const = 0;
 
   // Accepts nothing more; what is queued ends with CS_CLOSED, what is running
   // goes on.

@@ -29,7 +29,7 @@ Pages Filled(const CachedMock& cached, uint64_t first, size_t n) {
 
 std::vector<uint8_t> Lookup(CachedMock& cached, const Pages& pages) {
   std::vector<uint8_t> present(pages.size(), 2);
-  cached.tier->Lookup(pages.block_ids(), present);
+  cached.tier->Lookup(0, pages.block_ids(), present);
   return present;
 }
 
@@ -55,14 +55,14 @@ TEST(CacheTier, LooksInTheCacheAndBelow) {
   ASSERT_TRUE(cached.Open());
   const Pages pages = Filled(cached, 0, 10);
   EXPECT_TRUE(Lookup(cached, pages) == std::vector<uint8_t>(10, 0));
-  EXPECT_EQ(cached.tier->LookupPrefix(pages.block_ids()), 0u);
+  EXPECT_EQ(cached.tier->LookupPrefix(0, pages.block_ids()), 0u);
   cached.below->Hold(kDump);
   EXPECT_TRUE(cached.Dump(Filled(cached, 0, 2)) == EndCodes(2, CS_OK));  // 0, 1: cached alone
   cached.Put(Filled(cached, 2, 2));                                      // 2, 3: below alone
   EXPECT_TRUE(cached.Dump(Filled(cached, 4, 1)) == EndCodes(1, CS_OK));
   cached.Put(Filled(cached, 6, 1));
   EXPECT_TRUE(Lookup(cached, pages) == std::vector<uint8_t>({1, 1, 1, 1, 1, 0, 1, 0, 0, 0}));
-  EXPECT_EQ(cached.tier->LookupPrefix(pages.block_ids()), 5u);
+  EXPECT_EQ(cached.tier->LookupPrefix(0, pages.block_ids()), 5u);
   EXPECT_EQ(cached.Stats().lookup_blocks, 10u + 1u + 10u + 6u);
   EXPECT_EQ(cached.Stats().lookup_hits, 6u + 5u);
   // Neither one that is being loaded nor one that has failed is a hit.

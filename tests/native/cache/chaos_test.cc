@@ -56,8 +56,8 @@ class ChaosProcess {
     } else if (kind < 995) {
       std::vector<uint8_t> present(n);
       const std::vector<BlockId> ids = Pages(setup_, first, n).block_ids();
-      (void)store_->Lookup(ids, present);
-      (void)store_->LookupPrefix(ids);
+      (void)store_->Lookup(0, ids, present);
+      (void)store_->LookupPrefix(0, ids);
       did << "lookup 0";
     } else {
       (void)store_->Clear();

@@ -28,7 +28,7 @@ Pages Filled(const CachedMock& cached, uint64_t first, size_t n) {
 
 size_t Present(CachedMock& cached, const Pages& pages) {
   std::vector<uint8_t> present(pages.size(), 2);
-  cached.tier->Lookup(pages.block_ids(), present);
+  cached.tier->Lookup(0, pages.block_ids(), present);
   return static_cast<size_t>(std::count(present.begin(), present.end(), 1));
 }
 
@@ -122,7 +122,7 @@ TEST(DumpQueue, TheWaiterDoesntWaitForTheStorage) {
   EXPECT_TRUE(cached.IsIdle());
   EXPECT_EQ(cached.Stats().cache_slots_dirty, 6u);
   EXPECT_EQ(Present(cached, pages), 6u);
-  EXPECT_EQ(cached.tier->LookupPrefix(pages.block_ids()), 6u);
+  EXPECT_EQ(cached.tier->LookupPrefix(0, pages.block_ids()), 6u);
   pages.Poison();
   EXPECT_TRUE(cached.Load(pages) == EndCodes(6, CS_OK));
   EXPECT_TRUE(pages.HoldsAll());

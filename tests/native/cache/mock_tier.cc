@@ -64,11 +64,11 @@ std::vector<uint8_t> MockTier::SlotOf(const BlockId& block) const {
   return found == slots_.end() ? std::vector<uint8_t>() : found->second;
 }
 
-void MockTier::Lookup(std::span<const BlockId> blocks, std::span<uint8_t> present) {
+void MockTier::Lookup(uint32_t, std::span<const BlockId> blocks, std::span<uint8_t> present) {
   for (size_t i = 0; i < blocks.size(); ++i) present[i] = Has(blocks[i]) ? 1 : 0;
 }
 
-size_t MockTier::LookupPrefix(std::span<const BlockId> blocks) {
+size_t MockTier::LookupPrefix(uint32_t, std::span<const BlockId> blocks) {
   size_t length = 0;
   while (length < blocks.size() && Has(blocks[length])) ++length;
   return length;

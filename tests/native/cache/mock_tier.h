@@ -57,8 +57,9 @@ class MockTier final : public Tier {
   void NoteSlots(uint64_t slot_size) { slot_size_ = slot_size; }
   std::vector<uint8_t> SlotOf(const BlockId& block) const;
 
-  void Lookup(std::span<const BlockId> blocks, std::span<uint8_t> present) override;
-  size_t LookupPrefix(std::span<const BlockId> blocks) override;
+  Status OpenPool(PoolOptions) override { return Status::Ok(); }
+  void Lookup(uint32_t pool, std::span<const BlockId> blocks, std::span<uint8_t> present) override;
+  size_t LookupPrefix(uint32_t pool, std::span<const BlockId> blocks) override;
   Status Load(const std::shared_ptr<Request>& request) override { return Start(request, kLoad); }
   Status Dump(const std::shared_ptr<Request>& request) override { return Start(request, kDump); }
   void Cancel(const std::shared_ptr<Request>& request, Code code) override;
@@ -66,6 +67,7 @@ class MockTier final : public Tier {
   uint64_t Epoch() const override { return epoch_; }
   uint64_t LatestClear() const override { return epoch_; }
   void AddStats(cs_stats& stats) const override;
+  void AddSideStats(cs_stats&) const override {}
   void Stop() override;
   void Close() override;
 

@@ -22,9 +22,9 @@ int NotInert(cs_store* store, const Pages& pages) {
   if (cs_load(store, &batch, &task) == CS_OK) wrong |= 1;
   if (cs_dump(store, &batch, &task) == CS_OK) wrong |= 2;
   std::vector<uint8_t> present(pages.size(), 0);
-  if (cs_lookup(store, pages.size(), batch.block_ids, present.data()) == CS_OK) wrong |= 4;
+  if (cs_lookup(store, 0, pages.size(), batch.block_ids, present.data()) == CS_OK) wrong |= 4;
   size_t length = 0;
-  if (cs_lookup_prefix(store, pages.size(), batch.block_ids, &length) == CS_OK) wrong |= 8;
+  if (cs_lookup_prefix(store, 0, pages.size(), batch.block_ids, &length) == CS_OK) wrong |= 8;
   if (cs_clear(store) == CS_OK) wrong |= 16;
   std::vector<int32_t> results(pages.size());
   if (cs_wait(store, 1, 10, results.data(), results.size()) == CS_OK) wrong |= 32;

@@ -212,7 +212,7 @@ void CheckLoad(Trial& trial, const std::vector<uint8_t>& present) {
 void RunLookup(Trial& trial) {
   const std::vector<uint8_t> present = LookupAll(*trial.store, trial.pages);
   trial.Expect(present[1] == 0, "a lookup finds nothing that isn't there");
-  const Result<size_t> length = trial.store->LookupPrefix(trial.pages.block_ids());
+  const Result<size_t> length = trial.store->LookupPrefix(0, trial.pages.block_ids());
   trial.Expect(length.ok() && length.value() <= 1, "nor does one for a prefix");
 }
 void CheckLookup(Trial& trial, const std::vector<uint8_t>& present) {

@@ -358,7 +358,7 @@ TEST(Hang, LookupIsBounded) {
   size_t stuck = store->Stats().stuck_workers;
   EXPECT_EQ(stuck, 2u);
   for (; store->Stats().posix_directories_out == 0 && stuck < 10; stuck += 2) {
-    EXPECT_EQ(store->LookupPrefix(many.block_ids()).value(), 0u);
+    EXPECT_EQ(store->LookupPrefix(0, many.block_ids()).value(), 0u);
     EXPECT_EQ(store->Stats().stuck_workers, stuck + 2);
   }
   EXPECT_EQ(store->Stats().posix_directories_out, 1u);
@@ -378,7 +378,7 @@ TEST(Hang, LookupReportsWhatItCouldTell) {
   Gate gate;
   h.env.Before(Op::kStat, On(BlockPath(h.setup, IdOf(2)), Holding(gate)));
   EXPECT_TRUE(LookupAll(*h.store, *h.stored) == std::vector<uint8_t>({1, 1, 0, 1}));
-  EXPECT_EQ(h.store->LookupPrefix(h.stored->block_ids()).value(), 2u);
+  EXPECT_EQ(h.store->LookupPrefix(0, h.stored->block_ids()).value(), 2u);
   gate.Open();
   h.ExpectRecovered();
 }

@@ -52,7 +52,7 @@ void HoldWrites(uint64_t type, const std::vector<uint64_t>& held) {
   EXPECT_FALSE(block.Visible());
   EXPECT_TRUE(passed.StaysAt(kShards - held.size()));  // nothing else is under way
   EXPECT_FALSE(block.Visible());
-  EXPECT_EQ(block.store->LookupPrefix(block.pages->block_ids()).value(), 0u);
+  EXPECT_EQ(block.store->LookupPrefix(0, block.pages->block_ids()).value(), 0u);
   gate.Open();
   EXPECT_TRUE(WaitFor(*block.store, task.value(), kShards) == Repeated(kShards, CS_OK));
   EXPECT_TRUE(block.Visible());

@@ -138,7 +138,7 @@ TEST(PosixTier, LookupIsCheapAndListsNothing) {
     EXPECT_EQ(env.calls(Op::kList), 0u);
     EXPECT_EQ(env.calls(Op::kOpenRead), 0u);
     env.ResetCounts();
-    EXPECT_EQ(store->LookupPrefix(pages.block_ids()).value(), 50u);
+    EXPECT_EQ(store->LookupPrefix(0, pages.block_ids()).value(), 50u);
     EXPECT_LE(env.calls(), 2u * 100u);
     // Neither does a load or a dump.
     EXPECT_TRUE(LoadAll(*store, pages) != Repeated(100, CS_OK));

@@ -77,9 +77,9 @@ class Replay {
   explicit Replay(size_t capacity) : most_(capacity * kFileSize) {
     PosixOptions options;
     options.roots = {dir_.path()};
-    options.identity_name = "replay";
-    options.manifest = "{}";
-    options.geometry = {{kPage}, kPage, kPage};
+    options.first.identity_name = "replay";
+    options.first.manifest = "{}";
+    options.first.geometry = {{kPage}, kPage, kPage};
     options.load_workers = options.dump_workers = 2;
     options.queue_depth = kMostBlocks;
     options.use_interval = std::chrono::milliseconds(1);
@@ -96,7 +96,7 @@ class Replay {
   }
   bool ok() const { return tier_ != nullptr; }
 
-  size_t Hits(const Blocks& numbers) { return tier_->LookupPrefix(Ids(numbers)); }
+  size_t Hits(const Blocks& numbers) { return tier_->LookupPrefix(0, Ids(numbers)); }
   void Serve(const Blocks& numbers, size_t hits) {
     const std::vector<BlockId> ids = Ids(numbers);
     const std::span<const BlockId> all(ids);

@@ -37,7 +37,9 @@ class Files {
     }
     log_ = std::make_unique<UseLog>(
         env, options, [this](const BlockId& block) { return number_.at(block) % roots_; },
-        [this](size_t, const BlockId& block) { return Path(number_.at(block)); });
+        [this](size_t, const BlockId& block, uint64_t time) {
+          return env.SetModified(Path(number_.at(block)), time);
+        });
   }
 
   UseLog& log() { return *log_; }
@@ -346,7 +348,9 @@ TEST(UseLog, WaitsForItsTime) {
   options.interval = std::chrono::hours(1);
   UseLog log(
       env, options, [](const BlockId&) { return size_t{0}; },
-      [&](size_t, const BlockId&) { return dir.path() + "/none"; });
+      [&](size_t, const BlockId&, uint64_t time) {
+        return env.SetModified(dir.path() + "/none", time);
+      });
   EXPECT_GT(log.Flush(0, false).count(), 3'000'000);
   log.Use(Files::Ids({1}), nullptr);
   EXPECT_GT(log.Flush(0, false).count(), 3'000'000);

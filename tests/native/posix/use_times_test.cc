@@ -90,7 +90,7 @@ TEST(UseTimes, ARestartKeepsTheOrder) {
     const auto store = OpenOrFail(setup);
     ASSERT_TRUE(store != nullptr);
     const Pages chain(setup, 0, 4);
-    const Result<size_t> length = store->LookupPrefix(chain.block_ids());
+    const Result<size_t> length = store->LookupPrefix(0, chain.block_ids());
     EXPECT_TRUE(length.ok() && length.value() == 4);
     Pages tail(setup, 2, 1);
     EXPECT_TRUE(LoadAll(*store, tail) == Repeated(1, CS_OK));
