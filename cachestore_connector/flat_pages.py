@@ -12,6 +12,7 @@ import torch
 
 from .guard import all_none, never_raises
 from .pages import PageLayout
+from .pools import Pool
 from .store import Store
 
 # Pages that are copied before they are transferred: bounds what the copies take.
@@ -29,9 +30,9 @@ class FlatPages:
 
     staged_pages: int
     _counting = threading.Lock()  # loads and dumps come from threads of their own
-    mem_pool_host: Any
     _layout: PageLayout | None
     _transfer: Callable[..., list[bool]]
+    _transfer_kv: Callable[..., list[bool]]
 
     @never_raises(all_none)
     def batch_get(
@@ -43,7 +44,8 @@ class FlatPages:
         if target_locations is None:
             size = self._layout.page_bytes
             target_locations = [torch.empty(size, dtype=torch.uint8) for _ in keys]
-        results = self._transfer(Store.load, keys, self._flat_addresses(keys, target_locations))
+        addresses = _flat_addresses(self._layout, keys, target_locations)
+        results = self._transfer_kv(Store.load, keys, addresses)
         return [page if ok else None for page, ok in zip(target_locations, results, strict=True)]
 
     def get(
@@ -65,7 +67,8 @@ class FlatPages:
         if pages is None or self._layout is None:
             return False
         pages = [page.contiguous() for page in pages]
-        return all(self._transfer(Store.dump, keys, self._flat_addresses(keys, pages)))
+        addresses = _flat_addresses(self._layout, keys, pages)
+        return all(self._transfer_kv(Store.dump, keys, addresses))
 
     def set(
         self,
@@ -79,11 +82,16 @@ class FlatPages:
         return page is not None and self.batch_set([key], [page])
 
     def _transfer_staged(
-        self, move: Callable, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any
+        self,
+        move: Callable,
+        pool: Pool,
+        keys: Sequence[str],
+        host_indices: torch.Tensor,
+        extra_info: Any,
     ) -> list[bool]:
-        """Load or dump pages of the pool by copies of them, some at a time."""
-        layout, pool = self._layout, self.mem_pool_host
-        assert layout is not None and layout.staged is not None
+        """Load or dump pages of a pool by copies of them, some at a time."""
+        layout, host_pool = pool.layout, pool.host_pool
+        assert layout.staged is not None
         slots = layout.first_slots(host_indices, len(keys)).tolist()
         results: list[bool] = []
         for first in range(0, len(keys), _STAGED_AT_ONCE):
@@ -91,32 +99,35 @@ class FlatPages:
             if first:  # the page before this part's, for the next part as for the whole
                 extra_info = SimpleNamespace(prefix_keys=[keys[first - 1]])
             if move is Store.dump:
-                pages = [pool.get_data_page(slot, flat=True).contiguous() for slot in slots[part]]
+                pages = [
+                    host_pool.get_data_page(slot, flat=True).contiguous() for slot in slots[part]
+                ]
             else:
                 pages = [torch.empty(layout.page_bytes, dtype=torch.uint8) for _ in slots[part]]
-            addresses = self._flat_addresses(keys[part], pages)
-            done = self._transfer(move, keys[part], addresses, extra_info)
+            addresses = _flat_addresses(layout, keys[part], pages)
+            done = self._transfer(move, pool, keys[part], addresses, extra_info)
             if move is Store.load:
                 for slot, page, ok in zip(slots[part], pages, done, strict=True):
                     if ok:
-                        pool.set_from_flat_data_page(slot, page.view(layout.staged))
+                        host_pool.set_from_flat_data_page(slot, page.view(layout.staged))
             with self._counting:
                 self.staged_pages += sum(done)
             results += done
         return results
 
-    def _flat_addresses(self, keys: Sequence[str], pages: Sequence[torch.Tensor]) -> Any:
-        layout = self._layout
-        assert layout is not None
-        if len(pages) != len(keys):
-            raise ValueError(f"{len(keys)} keys and {len(pages)} pages")
-        table: list[int] = []
-        for page in pages:
-            if page.device.type != "cpu" or not page.is_contiguous():
-                raise ValueError("a flat page must be a contiguous tensor on the CPU")
-            if page.nbytes != layout.page_bytes:
-                raise ValueError(
-                    f"a flat page has {layout.page_bytes} bytes here, got one of {page.nbytes}"
-                )
-            table += layout.flat_addresses(page.data_ptr())
-        return np.array(table, dtype=np.int64)
+
+def _flat_addresses(
+    layout: PageLayout, keys: Sequence[str], pages: Sequence[torch.Tensor]
+) -> np.ndarray:
+    if len(pages) != len(keys):
+        raise ValueError(f"{len(keys)} keys and {len(pages)} pages")
+    table: list[int] = []
+    for page in pages:
+        if page.device.type != "cpu" or not page.is_contiguous():
+            raise ValueError("a flat page must be a contiguous tensor on the CPU")
+        if page.nbytes != layout.page_bytes:
+            raise ValueError(
+                f"a flat page has {layout.page_bytes} bytes here, got one of {page.nbytes}"
+            )
+        table += layout.flat_addresses(page.data_ptr())
+    return np.array(table, dtype=np.int64)

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from . import weights
-from .errors import CacheStoreError, ConfigError
+from .errors import CacheStoreError
 
 logger = logging.getLogger("cachestore")
 
@@ -28,6 +28,9 @@ _OPTION = "--hicache-storage-backend"
 _ADD_CLI_ARGS = "sglang.srt.server_args.ServerArgs.add_cli_args"
 _CREATE = "sglang.srt.mem_cache.storage.backend_factory.StorageBackendFactory._do_create_backend"
 _ATTACH = "sglang.srt.managers.cache_controller.HiCacheController.attach_storage_backend"
+_SHOULD_BACKUP = (
+    "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController.should_backup"
+)
 _WEIGHTS = (
     "sglang.srt.managers.scheduler_components.weight_updater."
     "SchedulerWeightUpdaterManager.flush_cache_after_weight_update"
@@ -38,6 +41,7 @@ _PARAMETERS = {
     _ADD_CLI_ARGS: ["parser"],
     _CREATE: ["backend_name", "storage_config", "mem_pool_host"],
     _ATTACH: ["self", "storage_backend"],
+    _SHOULD_BACKUP: ["self", "transfer"],
     _WEIGHTS: ["self", "recv_req"],
 }
 
@@ -48,7 +52,10 @@ INSTEAD = (
     '"class_name": "CacheStore", "interface_v1": 1}\''
 )
 
-_attaching: contextvars.ContextVar[bool] = contextvars.ContextVar("attaching", default=False)
+# While our backend is attached: the host pools that it will be told of, (name, pool).
+_attaching: contextvars.ContextVar[list[tuple[str, Any]] | None] = contextvars.ContextVar(
+    "attaching", default=None
+)
 
 
 def register() -> None:
@@ -66,6 +73,8 @@ def register() -> None:
     HookRegistry.register(_CREATE, _create_backend, HookType.AROUND)
     # SGLang chooses the zero-copy calls (batch_get_v1, batch_set_v1) by the backend's name.
     HookRegistry.register(_ATTACH, _attach, HookType.AROUND)
+    # SGLang has rank 0 alone store what it takes for the same on every rank, by the pool's name.
+    HookRegistry.register(_SHOULD_BACKUP, _should_backup, HookType.AROUND)
     # SGLang drops what the old weights left in L1 and L2 here, and only there.
     HookRegistry.register(_WEIGHTS, _weights_updated, HookType.BEFORE)
 
@@ -97,22 +106,27 @@ def _create_backend(
     """Around SGLang's: construct our class for our name."""
     if backend_name != NAME:
         return original(cls, backend_name, storage_config, pool, **kwargs)
-    if not _attaching.get():
+    host_pools = _attaching.get()
+    if host_pools is None:
         raise CacheStoreError(f"CacheStore: {_ATTACH} is not hooked; {INSTEAD}")
     from .backend import CacheStore
 
-    return CacheStore(storage_config, pool)
+    return CacheStore(storage_config, pool, host_pools=host_pools)
 
 
 def _attach(
     original: Callable, controller: Any, storage_backend: str, *args: Any, **kwargs: Any
 ) -> Any:
-    """Around SGLang's: refuse what we can't serve, then choose the zero-copy calls."""
+    """Around SGLang's: tell ours of all host pools, then choose the zero-copy calls.
+
+    SGLang registers side pools one by one after this, where an exception leaves a half-attached
+    server; what can't be served is refused here, where it is a failed attach.
+    """
     if storage_backend != NAME:
         return original(controller, storage_backend, *args, **kwargs)
     _require_hooks()
-    _refuse_side_pools(controller)
-    token = _attaching.set(True)
+    entries = getattr(controller.mem_pool_host, "entries", None) or ()
+    token = _attaching.set([(str(entry.name), entry.host_pool) for entry in entries])
     try:
         result = original(controller, storage_backend, *args, **kwargs)
     finally:
@@ -122,25 +136,20 @@ def _attach(
     return result
 
 
+def _should_backup(original: Callable, controller: Any, transfer: Any) -> bool:
+    """Around SGLang's: this rank stores what no other rank has."""
+    if original(controller, transfer):
+        return True
+    if controller.storage_backend_type != NAME:
+        return False
+    backend = controller.storage_backend
+    backend = getattr(backend, "_backend", backend)  # in SGLang's injector of failures
+    return backend is not None and backend.every_rank_stores(transfer.name)
+
+
 def _weights_updated(*_: Any, **__: Any) -> None:
     """Before SGLang's: the weights are others now."""
     weights.count_update()
-
-
-def _refuse_side_pools(controller: Any) -> None:
-    """Refuse a model with pools beside KV here, where SGLang still takes it as a failed attach.
-
-    Later, when it registers them one by one, an exception leaves a half-attached server.
-    """
-    entries = getattr(controller.mem_pool_host, "entries", None) or ()
-    others = [str(entry.name) for entry in entries if str(entry.name) != "kv"]
-    if others:
-        raise ConfigError(
-            "hicache_storage_backend",
-            NAME,
-            "a model whose KV is one pool, for now",
-            hint="this model also has the host pools " + ", ".join(others),
-        )
 
 
 def _misfit(target: str) -> str | None:
@@ -162,6 +171,7 @@ def _require_hooks() -> None:
         _ADD_CLI_ARGS: _offer_choice,
         _CREATE: _create_backend,
         _ATTACH: _attach,
+        _SHOULD_BACKUP: _should_backup,
         _WEIGHTS: _weights_updated,
     }
     missing = [target for target, hook in hooks.items() if not _is_hooked(_resolve(target), hook)]

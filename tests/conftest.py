@@ -42,14 +42,18 @@ def options(tmp_path):
 
 @pytest.fixture
 def attach(tmp_path):
-    """``attach(pool, **storage_config changes)``: an attached backend, closed after the test."""
+    """``attach(pool, **storage_config changes)``: an attached backend, closed after the test.
+
+    ``known``: (name, pool) of all pools, as the plugin tells them.
+    """
     from backends import storage_config
     from cachestore_connector.backend import CacheStore
 
     opened = []
 
-    def make(pool, *, root=None, **changes):
-        backend = CacheStore(storage_config(root or tmp_path / "store", **changes))
+    def make(pool, *, root=None, known=None, **changes):
+        config = storage_config(root or tmp_path / "store", **changes)
+        backend = CacheStore(config, host_pools=known)
         opened.append(backend)
         backend.register_mem_pool_host(pool)
         return backend

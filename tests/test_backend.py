@@ -7,7 +7,6 @@ import threading
 
 import pytest
 import torch
-from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
 import host_pools
@@ -226,23 +225,6 @@ def test_a_layout_we_cannot_store_stops_the_attach(attach):
     pool.layout = "page_tail"
     with pytest.raises(ConfigError, match=r"hicache_mem_layout = 'page_tail'.*page_first"):
         attach(pool)
-
-
-def test_side_pools_are_never_half_served(attach, caplog):
-    """Pinned (F31): with a side pool nothing is reported restorable; KV alone works as v1."""
-    pool = host_pools.mha_pool(fill=11)
-    backend = attach(pool)
-    backend.register_mem_host_pool_v2(pool, PoolName.KV)
-    assert not caplog.records
-    backend.register_mem_host_pool_v2(pool, PoolName.MAMBA)
-    assert "mamba" in caplog.text
-    names = keys(2)
-    backend.batch_set_v1(names, host_pools.indices(pool, [0, 1]))
-    side = [PoolTransfer(name=PoolName.MAMBA, keys=names)]
-    assert backend.batch_exists_v2(names).kv_hit_pages == 2
-    assert backend.batch_exists_v2(names, side).kv_hit_pages == 0
-    assert backend.batch_get_v2(side) == {PoolName.MAMBA: [False, False]}
-    assert backend.batch_set_v2(side) == {PoolName.MAMBA: [False, False]}
 
 
 def test_metrics_are_what_the_collector_takes(attach):

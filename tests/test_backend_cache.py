@@ -365,9 +365,9 @@ def test_what_comes_before_is_passed_on(rank, monkeypatch):
     true = {name: getattr(Store, name) for name in ("load", "dump")}
 
     def watch(name):
-        def call(self, ids, addresses, sizes, parent_id=None):
+        def call(self, ids, addresses, sizes, parent_id=None, pool=0):
             seen.append(parent_id)
-            return true[name](self, ids, addresses, sizes, parent_id)
+            return true[name](self, ids, addresses, sizes, parent_id, pool)
 
         return call
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 
 import host_pools
 import side_pools
@@ -78,15 +79,39 @@ def test_a_pool_without_addresses_is_served_by_copies(attach, caplog, layout):
     assert torch.equal(flat, host_pools.page_bytes(source, 0))
 
 
+def test_a_side_pool_without_addresses_is_served_by_copies(attach):
+    """Pinned: a side pool of a class that isn't known is as well, of each rank for itself."""
+    names = keys(20)
+
+    def rank(number, fill):
+        kv = host_pools.mla_pool(layout="page_first", pages=20, fill=fill)
+        side = _only_flat(side_pools.dsa_pool(layout="page_first", pages=20, fill=fill))
+        known = [("kv", kv), ("indexer", side)]
+        backend = attach(kv, known=known, is_mla=True, tp_rank=number, tp_size=2)
+        indices = host_pools.indices(side, range(20))
+        transfer = PoolTransfer(name=PoolName.INDEXER, keys=names, host_indices=indices)
+        return backend, side, transfer
+
+    writer, source, transfer = rank(0, 35)
+    assert writer.every_rank_stores("indexer")
+    assert writer.batch_set_v2([transfer]) == {"indexer": [True] * 20}
+    reader, target, transfer = rank(0, None)
+    assert reader.batch_get_v2([transfer]) == {"indexer": [True] * 20}
+    assert torch.equal(host_pools.page_bytes(target, 19), host_pools.page_bytes(source, 19))
+    assert reader.counters()["staged_pages"] == writer.counters()["staged_pages"] == 20
+    other, _, transfer = rank(1, None)
+    assert other.batch_get_v2([transfer]) == {"indexer": [False] * 20}
+
+
 def test_parts_of_a_staged_batch_are_linked(attach, monkeypatch):
     """Pinned: the page before each part is the last of the part before, as if it were one call."""
     pool = _only_flat(host_pools.mla_pool(pages=40, fill=34))
     backend, names = attach(pool, is_mla=True), keys(33)
     before, moved = [], backend._transfer
 
-    def transfer(move, part, addresses, extra_info):
+    def transfer(move, pool, part, addresses, extra_info):
         before.append((part[0], backend._key_before(part[0], extra_info)))
-        return moved(move, part, addresses, extra_info)
+        return moved(move, pool, part, addresses, extra_info)
 
     monkeypatch.setattr(backend, "_transfer", transfer)
     assert all(backend.batch_set_v1(names, host_pools.indices(pool, range(33))))
@@ -108,8 +133,9 @@ def test_equal_sizes_of_unequal_order_are_not_shared(attach):
 
 def test_a_pool_without_bytes_is_refused(attach):
     """Pinned: a logical anchor alone has nothing to store."""
+    pool = side_pools.logical_pool(layout="page_first")
     with pytest.raises(ConfigError, match="holds no bytes of its own"):
-        attach(side_pools.logical_pool(layout="page_first"))
+        attach(pool, known=[("kv", pool)])
 
 
 @pytest.mark.parametrize("name", ["dummy_mla", "envelope", "interleaved"])

@@ -26,16 +26,17 @@ LAYERS = [
     {"plugin"},
     {"backend"},
     *ASYNC_LOAD,
-    {"flat_pages", "opening"},
+    {"flat_pages", "opening", "pool_calls"},
+    {"pools"},
     {"manifest", "model_facts"},
     {"config", "guard", "identity", "pages", "prefix_links", "store", "throttle", "transfer_log"}
-    | {"prefix_hits", "weights"},
+    | {"prefix_hits", "ranks", "weights"},
     {"_config_file", "_settings_table", "_ffi", "pool_tensors"},
     {"_setting_types"},
     {"errors", "_native"},
 ]
-USES_SGLANG = {"backend", "plugin"} | set().union(*ASYNC_LOAD)
-USES_TORCH = {"backend", "plugin", "flat_pages", "pages", "pool_tensors"}
+USES_SGLANG = {"backend", "plugin", "pool_calls"} | set().union(*ASYNC_LOAD)
+USES_TORCH = {"backend", "plugin", "flat_pages", "pages", "pool_calls", "pool_tensors"}
 
 # What each part of the native store may include beside itself.
 INCLUDES = {

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import host_pools
+import side_pools
 from cachestore_connector import model_facts, weights
 from cachestore_connector.errors import ConfigError
 
@@ -285,14 +286,17 @@ def test_a_draft_model_in_the_pages_is_in_the_identity(tmp_path):
 
 
 def test_draft_layers_are_those_after_the_targets():
-    """Pinned on real pools: without a draft model there are none."""
-    from cachestore_connector import backend
+    """Pinned on real pools: without a draft model there are none; where none says, there may be."""
+    from cachestore_connector.pools import has_draft_layers
 
     for make in (host_pools.mha_pool, host_pools.mla_pool):
-        pool = make()
-        assert not backend._has_draft_layers(pool)
-        pool.layer_num += 1
-        assert backend._has_draft_layers(pool)
+        assert not has_draft_layers(make()) and has_draft_layers(make(drafts=1))
+        assert has_draft_layers(make(), "draft") and not has_draft_layers(make(), "swa")
+    for name, make in (("indexer", side_pools.dsa_pool), ("mamba", side_pools.mamba_pool)):
+        given = {"layout": "page_first"}
+        assert not has_draft_layers(make(**given), name)
+        assert has_draft_layers(make(drafts=1, **given), name)
+    assert has_draft_layers(side_pools.paged_pool(layout="page_first"), "swa")
 
 
 @pytest.mark.parametrize("layout", ["HND", "VECTORIZED_5D", "PAGED_NHD"])

@@ -5,6 +5,7 @@ import json
 import logging
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -99,23 +100,64 @@ def test_other_backends_pass_through():
     ]
 
 
-def test_side_pools_are_refused_before_anything_is_made():
-    """Pinned: a model with more pools is refused at attach, by their names."""
+def test_all_host_pools_are_known_when_the_backend_is_made(monkeypatch, tmp_path):
+    """Pinned: what can't be stored is refused where SGLang still takes it as a failed attach."""
+    import host_pools
+    import side_pools
+    from backends import storage_config
 
-    class Entry:
-        def __init__(self, name):
-            self.name = name
+    kv = host_pools.mha_pool(layout="page_first")
+    entries = [
+        SimpleNamespace(name="kv", host_pool=kv),
+        SimpleNamespace(name="indexer", host_pool=side_pools.envelope_pool()),
+    ]
+    controller = SimpleNamespace(
+        mem_pool_host=SimpleNamespace(entries=entries),
+        _page_get_zero_copy="get", _page_set_zero_copy="set", page_get_func=None,
+    )  # fmt: skip
+    made = []
 
-    class Controller:
-        class mem_pool_host:
-            entries = (Entry("kv"), Entry("mamba"))
+    def original(controller, name):  # as HiCacheController.attach_storage_backend
+        config = storage_config(tmp_path / "store")
+        made.append(plugin._create_backend(None, None, name, config, kv))
+        made[-1].register_mem_pool_host(kv)
+        return "attached"
 
-    with pytest.raises(ConfigError, match="mamba"):
-        plugin._refuse_side_pools(Controller)
-    Controller.mem_pool_host.entries = (Entry("kv"),)
-    plugin._refuse_side_pools(Controller)
-    del Controller.mem_pool_host.entries
-    plugin._refuse_side_pools(Controller)
+    monkeypatch.setattr(plugin, "_require_hooks", lambda: None)
+    with pytest.raises(ConfigError, match="indexer: host pool UnifiedPageEnvelopeHostPool"):
+        plugin._attach(original, controller, "cachestore")
+    assert controller.page_get_func is None and made[-1].counters() == {}
+    entries[1].host_pool = side_pools.dsa_pool(layout="page_first")
+    assert plugin._attach(original, controller, "cachestore") == "attached"
+    assert (controller.page_get_func, controller.page_set_func) == ("get", "set")
+    assert made[-1].every_rank_stores("indexer")
+    made[-1].close()
+    # A controller of one pool has no entries.
+    controller.mem_pool_host = kv
+    assert plugin._attach(original, controller, "cachestore") == "attached"
+    made[-1].close()
+
+
+def test_every_rank_stores_what_no_other_has():
+    """Pinned (F25): SGLang's own answer stands; where it is no, ours counts, for our backend."""
+    from sglang.srt.mem_cache.hicache_storage import HiCacheStorageFailureInjector
+
+    backend = SimpleNamespace(every_rank_stores=lambda name: name == "draft")
+    controller = SimpleNamespace(storage_backend_type="cachestore", storage_backend=backend)
+    draft, indexer = SimpleNamespace(name="draft"), SimpleNamespace(name="indexer")
+
+    def says(answer):
+        return lambda controller, transfer: answer
+
+    assert plugin._should_backup(says(True), controller, indexer)
+    assert plugin._should_backup(says(False), controller, draft)
+    assert not plugin._should_backup(says(False), controller, indexer)
+    controller.storage_backend = HiCacheStorageFailureInjector(backend, 0, 0)
+    assert plugin._should_backup(says(False), controller, draft)
+    controller.storage_backend = None
+    assert not plugin._should_backup(says(False), controller, draft)
+    controller.storage_backend_type, controller.storage_backend = "file", backend
+    assert not plugin._should_backup(says(False), controller, draft)
 
 
 def test_the_dynamic_backend_needs_no_plugin():

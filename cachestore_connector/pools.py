@@ -1,0 +1,194 @@
+"""The pools of an open store: what each one is of SGLang's, and how its pages are found.
+
+A model has a KV pool, and may have side pools: what else belongs to a page. Each is a pool of the
+one native store, with an identity of its own. The identities have one family, so that all that
+belongs to a page has one block id (`identity`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from . import identity as identities
+from . import model_facts, ranks
+from .config import Config
+from .pages import PageLayout, layout_name
+from .prefix_hits import ALL_PAGES, TRAILING_PAGES
+
+KV = ranks.KV
+
+# Whose pages are stored only where a prefix ended: a window, or a state.
+_TRAILING = ("swa", "auxiliary_swa", "draft_swa", "mamba")
+
+# The order of rows that needs no mention: SGLang's KVBufferLayout.NHD.
+_USUAL_ROWS = "nhd"
+
+# What says how a host pool reads its bytes, where sizes and types don't.
+_FACTS = (
+    "layer_num",
+    "target_layer_num",
+    "num_mamba_layers",
+    "head_num",
+    "head_dim",
+    "v_head_dim",
+    "kv_lora_rank",
+    "qk_rope_head_dim",
+    "kv_cache_dim",
+    "item_bytes",
+    "row_bytes",
+    "ring_size",
+    "state_page_bytes",
+    "temporal_state_shape",
+    "conv_state_shapes",
+    "temporal_dtype",
+    "conv_dtype",
+    "indexer_dtype",
+)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Pool:
+    """A pool of the open store. Immutable.
+
+    ``name``: SGLang's (PoolName). ``host_pool``: SGLang's. ``number``: the native store's.
+    ``every_rank_stores``: as `ranks.every_rank_stores`.
+    """
+
+    name: str
+    host_pool: Any
+    layout: PageLayout
+    identity: identities.Identity
+    number: int
+    every_rank_stores: bool
+
+    def sizes(self, pages: int) -> np.ndarray:
+        """Sizes of the tensors of so many pages at least, page after page."""
+        if pages <= _MOST_AT_ONCE:
+            return self._usual_sizes
+        return self._sizes(pages)
+
+    @functools.cached_property
+    def _usual_sizes(self) -> np.ndarray:
+        return self._sizes(_MOST_AT_ONCE)
+
+    def _sizes(self, pages: int) -> np.ndarray:
+        return np.tile(np.array(self.layout.tensor_sizes, dtype=np.int64), pages)
+
+
+_MOST_AT_ONCE = 128  # pages of most calls: SGLang's storage batch
+
+
+def is_trailing(name: str) -> bool:
+    """Whether a pool's pages are there only where a prefix ended, as far as its name tells."""
+    return name in _TRAILING or name.endswith("_state")
+
+
+def default_policy(name: str) -> str:
+    """What SGLang will ask a pool for, before it has."""
+    return TRAILING_PAGES if is_trailing(name) else ALL_PAGES
+
+
+def identity_of(
+    host_pool: Any,
+    layout: PageLayout,
+    given: Any,
+    config: Config,
+    arguments: Mapping[str, Mapping[str, Any]],
+    *,
+    name: str = KV,
+    family: str = "",
+    fp8_kind: str | None,
+    weight_version: str | None,
+) -> identities.Identity:
+    """The identity of a host pool's pages.
+
+    ``given``: SGLang's storage config. ``arguments``: values of `model_facts.ARGUMENTS`.
+    ``family``: of the KV pool; empty for the KV pool. A pool without bytes has a family, and
+    nothing is stored by its identity.
+    """
+    model = arguments.get("model", {})
+    dtype = model_facts.kv_dtype(str(host_pool.dtype), model, fp8_kind)
+    side = name != KV
+    variant = model_facts.variant(
+        arguments,
+        weight_version=weight_version,
+        weights_named=config.model_identity is not None,
+        plain_kv=model_facts.is_plain(dtype),
+        draft_layers=has_draft_layers(host_pool, name),
+    )
+    return identities.from_parts(
+        namespace=config.namespace,
+        model_path=model_facts.place(model.get("model_path")),
+        revision=model_facts.revision(model),
+        served_model_name=given.model_name,
+        model_identity=config.model_identity,
+        storage_format_tag=getattr(host_pool, "storage_format_tag", None),
+        dtype=dtype,
+        layout=layout_name(host_pool),
+        device_layout=_device_layout(host_pool),
+        page_size=layout.page_size,
+        tensor_sizes=layout.tensor_sizes or (1,),
+        is_mla=given.is_mla_model,
+        tp_replicated=ranks.replicated(name, type(host_pool).__name__, given.is_mla_model),
+        tp_rank=given.tp_rank,
+        tp_size=given.tp_size,
+        pp_rank=given.pp_rank,
+        pp_size=given.pp_size,
+        attn_cp_rank=given.attn_cp_rank,
+        attn_cp_size=given.attn_cp_size,
+        dcp_rank=given.dcp_rank,
+        dcp_size=given.dcp_size,
+        should_split_heads=given.should_split_heads,
+        tp_lcm_size=given.tp_lcm_size,
+        start_layer=getattr(host_pool, "start_layer", None),
+        end_layer=getattr(host_pool, "end_layer", None),
+        variant={**variant, **_facts(host_pool)} if side else variant,
+        pool=name,
+        family=family,
+    )
+
+
+def has_draft_layers(host_pool: Any, name: str = KV) -> bool:
+    """Whether a pool's pages are a draft model's, or hold layers of one after the target's.
+
+    Where a side pool doesn't say, it is taken for one that does: that costs hits between servers
+    with and without a draft model, and nothing else.
+    """
+    if name.startswith("draft"):
+        return True
+    if hasattr(host_pool, "mtp_draft_buffer_infos"):
+        return bool(host_pool.mtp_draft_buffer_infos)
+    layers = getattr(host_pool, "layer_num", 0)
+    if hasattr(host_pool, "target_layer_num"):
+        return layers > host_pool.target_layer_num
+    return name != KV
+
+
+def _facts(host_pool: Any) -> dict[str, str]:
+    found = {"pool.class": type(host_pool).__name__}
+    for fact in _FACTS:
+        value = getattr(host_pool, fact, None)
+        if value is not None:
+            found[f"pool.{fact}"] = str(value)
+    states = getattr(host_pool, "slot_state_buffers", None)
+    if states:
+        found["pool.slot_states"] = ", ".join(f"{s.dtype} {tuple(s.shape[1:])}" for s in states)
+    return found
+
+
+def _device_layout(host_pool: Any) -> str | None:
+    """The order of what the device pool calls a row, where it isn't token, head, element.
+
+    An MHA host pool keeps the rows as they are, whatever SGLANG_USE_HND_KVCACHE and
+    SGLANG_AITER_KV_CACHE_LAYOUT make of them.
+    Source: sglang.srt.mem_cache.device_pool_info, KVBufferLayout.
+    """
+    infos = getattr(host_pool, "_buffer_infos", None)
+    layout = getattr(getattr(infos[0], "buffers", None), "layout", None) if infos else None
+    value = None if layout is None else str(layout.value)
+    return None if value == _USUAL_ROWS else value
