@@ -222,8 +222,7 @@ int cs_open_pool(cs_store* store, const cs_pool_config* config, uint32_t* pool);
 
 /* present[i] = 1 if block i is stored, else 0. A block that can't be looked up
  * within timeout_ms of the config counts as not stored. */
-int cs_lookup(cs_store* store, uint32_t pool, size_t n, const uint8_t* block_ids,
-              uint8_t* present);
+int cs_lookup(cs_store* store, uint32_t pool, size_t n, const uint8_t* block_ids, uint8_t* present);
 
 /* *length = how many of the first blocks are stored without a gap. */
 int cs_lookup_prefix(cs_store* store, uint32_t pool, size_t n, const uint8_t* block_ids,

@@ -47,8 +47,8 @@ class Tier {
   // had come just before the clear.
   virtual Status Clear() = 0;
   // Changes with every clear of the first pool that this process has made or
-  // noticed, and notices one now where the look is sure to end. A dump of an earlier epoch is one from
-  // before it (Batch::epoch).
+  // noticed, and notices one now where the look is sure to end. A dump of an earlier epoch is one
+  // from before it (Batch::epoch).
   virtual uint64_t Epoch() const = 0;
   // The same for all processes and hosts, and lasting: the latest clear that
   // was made or noticed, as in Epoch.
