@@ -293,7 +293,7 @@ class CacheStore(PoolCalls, FlatPages, HiCacheStorage):
     def close(self) -> None:
         """End the store; calls that are waiting return misses. A second call does nothing."""
         store, self._store = self._store, None
-        self._pools, self._waiting = {}, []
+        self._pools, self._waiting, self._layout = {}, [], None
         if store is not None:
             counters, events = store.close()
             counters |= self._staged_counter()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -121,6 +122,11 @@ def identity_of(
         plain_kv=model_facts.is_plain(dtype),
         draft_layers=has_draft_layers(host_pool, name),
     )
+    # Most pools' layers count from the stage's first one, so that two splits of a model can give a
+    # stage as many of other layers. Source: sglang.srt.distributed.utils, get_pp_indices.
+    split = os.environ.get("SGLANG_PP_LAYER_PARTITION") if given.pp_size > 1 else None
+    if split:
+        variant["pp_layer_partition"] = split
     return identities.from_parts(
         namespace=config.namespace,
         model_path=model_facts.place(model.get("model_path")),

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import os
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -21,6 +22,10 @@ _ZERO_COPY = {"auto": 0, "always": 1, "never": 2}
 _DIRECT: dict[bool | str, int] = {False: 0, True: 1, "required": 2}
 _VERIFY = {"always": 0, "sample": 1, "never": 2}
 _EVENT_TEXT_BYTES = 4096
+# A request for another pool than the first goes in pieces of this share of the queue, which find
+# room beside others; seconds between two tries.
+_SIDE_SHARE = 8
+_REFUSED_PAUSE = 0.005
 
 # Of `Store.stats`: what is so now. All others only grow.
 GAUGES = frozenset({
@@ -194,8 +199,9 @@ class Store:
         memory must stay valid until this returns; it isn't written afterwards. ``parent_id``: the
         id of the block before the first one in its prefix, if it is known; a cache keeps what
         comes first longest. A request of more blocks than the queue is deep goes in pieces; one
-        that finds the queue full ends with `Code.REFUSED` for each of its blocks. Takes at most
-        ``timeout_ms`` for each piece, but for I/O on a local filesystem, which is waited for.
+        that finds the queue full ends with `Code.REFUSED` for each of its blocks; of another pool
+        than 0 it waits for room first. Takes at most ``timeout_ms`` for each piece (twice that of
+        another pool), but for I/O on a local filesystem, which is waited for.
         """
         return self._transfer(lib.cs_load, block_ids, addresses, sizes, parent_id, pool)
 
@@ -239,6 +245,8 @@ class Store:
             )
         results: list[int] = []
         piece = self._options.piece
+        if pool != 0:
+            piece = max(1, piece // _SIDE_SHARE)
         for first in range(0, count, piece):
             n = min(piece, count - first)
             batch = ffi.new(
@@ -257,6 +265,16 @@ class Store:
         return results
 
     def _run(self, start: Any, batch: Any, n: int) -> list[int]:
+        deadline = time.monotonic() + self._options.timeout_ms / 1000
+        results = self._run_once(start, batch, n)
+        # What belongs to pages of pool 0 waits for room: behind a cache those are tried again, and
+        # they are of no use without it. All of a request is refused, or none.
+        while batch.pool and results[0] == Code.REFUSED and time.monotonic() < deadline:
+            time.sleep(_REFUSED_PAUSE)
+            results = self._run_once(start, batch, n)
+        return results
+
+    def _run_once(self, start: Any, batch: Any, n: int) -> list[int]:
         task = ffi.new("cs_task *")
         codes = ffi.new("int32_t[]", n)
         with self._call() as handle:

@@ -56,6 +56,22 @@ def test_mla_ranks_share_and_stages_do_not(attach):
     assert other_size.batch_exists(names) == 0
 
 
+def test_another_split_into_stages_is_a_miss(attach, monkeypatch):
+    """Pinned (F23): the middle one of three stages has as many layers as before, but others."""
+    stage = {"pp_rank": 1, "pp_size": 3}
+    monkeypatch.setenv("SGLANG_PP_LAYER_PARTITION", "4,4,4")
+    pool = host_pools.mha_pool(fill=16)
+    first = attach(pool, **stage)
+    names = keys(2)
+    first.batch_set_v1(names, host_pools.indices(pool, [0, 1]))
+    monkeypatch.setenv("SGLANG_PP_LAYER_PARTITION", "5,4,3")
+    other = attach(host_pools.mha_pool(fill=17), **stage)
+    assert other.batch_exists(names) == 0
+    assert other.identity.family != first.identity.family  # and that of every other pool
+    monkeypatch.setenv("SGLANG_PP_LAYER_PARTITION", "4,4,4")
+    assert attach(host_pools.mha_pool(), **stage).batch_exists(names) == 2
+
+
 @pytest.mark.parametrize("kind", ["mha", "mla"])
 def test_updated_weights_end_the_use_of_what_is_stored(attach, caplog, monkeypatch, kind):
     """Pinned (F22): after an update in place nothing of the old weights is found, or mixed in.

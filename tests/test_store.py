@@ -19,7 +19,7 @@ from cachestore_connector.errors import (
     StoreInvalidArgument,
     StoreIOError,
 )
-from cachestore_connector.store import Store, crc32c
+from cachestore_connector.store import PoolOptions, Store, crc32c
 from pages_of_bytes import Memory, block_ids
 
 
@@ -244,6 +244,42 @@ def test_a_parent_is_an_id(store):
     assert store.load(ids, memory.addresses(), memory.lengths(), parent) == [Code.OK] * 2
     with pytest.raises(ValueError, match="parent_id has 15 bytes"):
         store.load(ids, memory.addresses(), memory.lengths(), parent[:-1])
+
+
+def test_another_pool_waits_for_room(options):
+    """Pinned: what belongs to pages isn't refused because their own requests fill the queue."""
+    store = Store(options(posix_queue_depth=8))
+    side = store.open_pool(
+        PoolOptions(
+            identity_name="model-side",
+            identity_manifest="{}",
+            identity_fingerprint=bytes(32),
+            tensor_sizes=(9000,),
+            shard_size=9000,
+            block_size=9000,
+        )
+    )
+    stop = threading.Event()
+
+    def fill_the_queue():
+        memory, number = Memory(8, [100, 37], seed=17), 0
+        while not stop.is_set():
+            number += 1
+            store.dump(block_ids(8, str(number)), memory.addresses(), memory.lengths())
+
+    busy = threading.Thread(target=fill_the_queue)
+    busy.start()
+    try:
+        memory, ids = Memory(40, [9000], seed=18), block_ids(40)
+        for _ in range(3):
+            codes = store.dump(ids, memory.addresses(), memory.lengths(), pool=side)
+            assert codes == [Code.OK] * 40
+        assert store.lookup(ids, side) == [True] * 40
+        assert store.stats()["dump_refused"] > 0  # and tried again
+    finally:
+        stop.set()
+        busy.join()
+        store.close()
 
 
 def test_close_beside_busy_threads(options):

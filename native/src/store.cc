@@ -108,8 +108,14 @@ Result<uint32_t> Store::OpenPool(const cs_pool_config& config) {
     return Status(CS_INVALID, "identity_name is " + name + "; a pool of that name is open");
   }
   geometries_[pool] = options.value().geometry;
-  if (Status opened = tier_->OpenPool(std::move(options.value())); !opened.ok()) return opened;
-  identities_.insert(name);
+  // Nothing fails once the tier has counted it.
+  const auto known = identities_.insert(name).first;
+  Status opened{CS_NO_MEMORY, "no memory to open a pool"};
+  (void)Thrown([&] { opened = tier_->OpenPool(std::move(options.value())); });
+  if (!opened.ok()) {
+    identities_.erase(known);
+    return opened;
+  }
   pools_.store(pool + 1, std::memory_order_release);
   return pool;
 }

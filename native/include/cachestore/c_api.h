@@ -138,7 +138,7 @@ typedef struct {
 
 /* n shards of blocks. Shard i is shard shard_indices[i] of block
  * block_ids + 16 * i; its tensors are m ranges at addresses[i * m ...] of
- * sizes[i * m ...] bytes, and must match the store's tensor_sizes. The blocks
+ * sizes[i * m ...] bytes, and must match the pool's tensor_sizes. The blocks
  * are taken for a prefix chain, and parent_id for the block before the first:
  * in a cache that is full, a block goes before those that it follows. */
 typedef struct {

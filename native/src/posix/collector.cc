@@ -253,11 +253,13 @@ void Collector::CountChangesOf(Writer& writer, const SpaceChanges& now) {
 // One that says nothing for long may be gone, and will never use its grant.
 void Collector::ProbeWriter(Writer& writer, const std::string& lock) {
   const auto now = steady_clock::now();
-  if (writer.gone || now < writer.next_probe) return;
+  if (now < writer.next_probe) return;
   const bool is_new = writer.next_probe == steady_clock::time_point{};
   writer.next_probe = now + kProbe;
   if (is_new) return;
   const Result<Fd> taken = env_.OpenLocked(lock, /*create=*/false);
+  // A lock is free for a moment when it is made, and a store has one for each pool.
+  if (taken.status().code() == CS_REFUSED) writer.gone = false;
   if (!taken.ok()) return;
   (void)env_.Close(taken.value());
   writer.gone = true;
@@ -381,20 +383,19 @@ size_t Collector::EvictBlock(const OldFile& file) {
       info.ok() && info.value().modified_ns == file.used_ns && info.value().is_regular;
   if (!is_old) return 1;
   std::vector<OldFile> there;
-  uint64_t latest = file.used_ns;
-  std::vector<OldFile> parts = walk_.PartsBeside(file);
-  for (OldFile& part : parts) {
+  size_t calls = 1;
+  for (OldFile& part : walk_.PartsBeside(file)) {
+    ++calls;
     const Result<FileInfo> found = env_.Stat(walk_.PathOf(part));
     if (!found.ok() || !found.value().is_regular) continue;
     part.used_ns = found.value().modified_ns;
     part.size_4k = In4K(found.value().size);
-    latest = std::max(latest, part.used_ns);
+    if (part.used_ns > file.used_ns) {
+      // Another rank has noted a use that this one hasn't: then all of it stays.
+      (void)env_.SetModified(walk_.PathOf(file), part.used_ns);
+      return calls + 1;
+    }
     there.push_back(part);
-  }
-  if (latest > file.used_ns) {
-    // Another rank has noted a use that this one hasn't: then all of it stays.
-    (void)env_.SetModified(walk_.PathOf(file), latest);
-    return 1 + parts.size();
   }
   Status removed = Remove(file);
   for (size_t i = 0; removed.ok() && i < there.size(); ++i) removed = Remove(there[i]);
@@ -402,7 +403,7 @@ size_t Collector::EvictBlock(const OldFile& file) {
     Warn("evicting from " + directory_.root() + ": " + removed.text());
     next_eviction_ = steady_clock::now() + kRetry;
   }
-  return 1 + parts.size();
+  return calls + there.size() + 1;
 }
 
 Status Collector::Remove(const OldFile& file) {

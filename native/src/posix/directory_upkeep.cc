@@ -10,6 +10,9 @@ using std::chrono::milliseconds;
 
 // Between two ticks with nothing to do.
 constexpr milliseconds kIdleTick{1000};
+// Where writing times takes longer than uses come in, as on a slow mount, the order of
+// eviction is less exact rather than nothing evicted.
+constexpr milliseconds kTimesPatience{2000};
 
 }  // namespace
 
@@ -104,15 +107,25 @@ milliseconds DirectoryUpkeep::Tick(size_t index, bool last) {
                       std::chrono::ceil<milliseconds>(Collector::kBusy - since));
   }
   tended.stepped = Clock::now();
-  return std::min(pause, collector->Step(/*times_are_written=*/pause.count() > 0));
+  const bool written = pause.count() > 0;
+  if (written || !now || tended.wanted_since == Clock::time_point{}) {
+    tended.wanted_since = tended.stepped;
+  }
+  const bool waited = tended.stepped - tended.wanted_since > kTimesPatience;
+  return std::min(pause, collector->Step(/*times_are_written=*/written || waited));
 }
 
 void DirectoryUpkeep::ProbeIfDue(size_t root) {
   Health& health = roots_[root].directory->health();
   if (!health.ProbeIsDue(Health::Clock::now())) return;
   const bool was_out = health.use() == Health::Use::kOut;
-  const std::vector<Directory*> directories = DirectoriesIn(root);
+  std::vector<Directory*> directories = DirectoriesIn(root);
   Directory::Probe(directories);
+  // One that came meanwhile may owe a clear.
+  while (DirectoriesIn(root).size() > directories.size()) {
+    directories = DirectoriesIn(root);
+    Directory::Probe(directories);
+  }
   // They may never have been cleaned, and may just have been cleared.
   if (!was_out || health.use() != Health::Use::kFull) return;
   for (Directory* const directory : directories) {

@@ -49,7 +49,9 @@ class DirectoryUpkeep {
   struct Tended {
     Directory* directory = nullptr;        // the first pool's
     std::unique_ptr<Collector> collector;  // null: without limits
-    Clock::time_point stepped{};           // the ticking thread's
+    // The ticking thread's.
+    Clock::time_point stepped{};
+    Clock::time_point wanted_since{};  // room, and times were not all written
   };
 
   void ProbeIfDue(size_t root);

@@ -98,13 +98,13 @@ struct PosixTier::Core {
 
   // Where that may hang it is done aside, with the first of the lookups of a
   // request. One that can't look now notices when it publishes.
-  void NoticeClears(Request* aside) {
-    EachDirectory([&](Directory& directory) {
-      if (directory.zero_copy() == (aside != nullptr)) return;
-      if (directory.health().use() == Health::Use::kOut) return;
-      if (aside != nullptr) aside->NotePlace(0, &directory);
-      (void)Thrown([&] { (void)directory.NoticeClear(); });
-    });
+  void NoticeClears(uint32_t pool, Request* aside) {
+    for (const auto& directory : io(pool).directories()) {
+      if (directory->zero_copy() == (aside != nullptr)) continue;
+      if (directory->health().use() == Health::Use::kOut) continue;
+      if (aside != nullptr) aside->NotePlace(0, directory.get());
+      (void)Thrown([&] { (void)directory->NoticeClear(); });
+    }
   }
   // Whether lookups and clears may hang.
   bool GoesAside() const {
@@ -130,7 +130,7 @@ struct PosixTier::Core {
   void RunAside(Request& request, size_t index) {
     if (!request.Begin(index, /*touches=*/false)) return;
     Code code = CS_OK;
-    if (request.tier_data() == nullptr && index == 0) NoticeClears(&request);
+    if (request.tier_data() == nullptr && index == 0) NoticeClears(request.batch().pool, &request);
     if (request.tier_data() != nullptr) {  // a clear
       const Status cleared = DirectoryAt(index).Clear();
       if (!cleared.ok()) events->Add(CS_EVENT_ERROR, "clear: " + cleared.text());
@@ -225,7 +225,7 @@ void PosixTier::CleanUp() {
 
 Status PosixTier::OpenPool(PoolOptions options) {
   if (Status added = core_->Add(options_, options); !added.ok()) return added;
-  CleanUp();
+  (void)Thrown([&] { CleanUp(); });  // it is open
   return Status::Ok();
 }
 
@@ -338,7 +338,7 @@ Status PosixTier::Dump(const std::shared_ptr<Request>& request) {
   const std::shared_ptr<BlockWrites> writes = plan.value();
   if (Status admitted = Admit(core_->dump, request, writes); !admitted.ok()) return admitted;
   // Else the first dump after another's clear would be taken for one from before.
-  if (!batch.epoch.has_value()) core_->NoticeClears(/*aside=*/nullptr);
+  if (!batch.epoch.has_value()) core_->NoticeClears(batch.pool, /*aside=*/nullptr);
   for (const auto& block : writes->blocks) {
     if (block->directory != nullptr) block->epoch = block->directory->epoch();
   }
@@ -388,14 +388,14 @@ Status PosixTier::Clear() {
 }
 
 uint64_t PosixTier::Epoch() const {
-  core_->NoticeClears(/*aside=*/nullptr);
+  core_->NoticeClears(/*pool=*/0, /*aside=*/nullptr);
   uint64_t sum = 0;  // each only grows
   for (const auto& directory : core_->io(0).directories()) sum += directory->epoch();
   return sum;
 }
 
 uint64_t PosixTier::LatestClear() const {
-  core_->NoticeClears(/*aside=*/nullptr);
+  core_->NoticeClears(/*pool=*/0, /*aside=*/nullptr);
   uint64_t mixed = 0;
   for (const auto& directory : core_->io(0).directories()) {
     mixed = mixed * 31 + directory->latest_clear();

@@ -120,6 +120,8 @@ TEST(Stopped, OwningALoad) {
   place.watch.HoldReads(true);
   processes[0]->StartLoad(0, 20);
   EXPECT_TRUE(place.watch.WaitReadsInside(place.setup.load_workers));
+  // Its other workers may still be claiming slots.
+  EXPECT_TRUE(Eventually([&] { return processes[1]->Stats().cache_slots_loading == 20u; }));
   processes[0]->Stop();
   place.watch.HoldReads(false);
   const auto stopped = Clock::now();
