@@ -13,7 +13,7 @@ PAGES = 10
 
 def differences(one, other):
     """The fields of the identity in which two manifests differ."""
-    names = (one.keys() | other.keys()) - {"store"}  # what follows from the fields
+    names = (one.keys() | other.keys()) - {"store", "family"}  # what follows from the fields
     return {name for name in names if one.get(name) != other.get(name)}
 
 
