@@ -324,9 +324,12 @@ TEST(UseLog, InPieces) {
   constexpr size_t kBlocks = 1500;
   Files files(kBlocks);
   files.Serve(Range(0, kBlocks));
-  EXPECT_EQ(files.log().Flush(0, /*last=*/false).count(), 0);
+  // On a busy machine the first piece's time may be over before its first file.
+  EXPECT_TRUE(Eventually([&] {
+    EXPECT_EQ(files.log().Flush(0, /*last=*/false).count(), 0);
+    return files.env.calls(Op::kSetModified) > 0;
+  }));
   const size_t first = files.env.calls(Op::kSetModified);
-  EXPECT_GT(first, 0u);
   EXPECT_LE(first, 512u);
   EXPECT_EQ(files.log().pending(), kBlocks - first);
   EXPECT_TRUE(files.Order() == Range(0, first));  // a prefix is never the older part
