@@ -21,7 +21,7 @@
 #include "cache/processes.h"
 #include "fixture.h"
 #include "harness.h"
-#include "posix/collector.h"
+#include "posix/collecting.h"
 #include "posix/one_fault.h"
 
 namespace cachestore::test {
@@ -147,18 +147,14 @@ bool UsageIsRight(const StoreSetup& setup) {
   for (const std::string& path : FilesBelow(setup.roots[0] + "/" + setup.identity + "/blocks")) {
     there += AlignUp(Env::Real().Stat(path).value().size);
   }
-  EventRing events;
   DirectoryOptions options;
   options.root = setup.roots[0];
   options.identity_name = setup.identity;
   options.limits.capacity = 1 << 30;
-  Directory directory(Env::Real(), events, options);
-  if (!EXPECT_OK(directory.Open())) return false;
-  Collector collector(Env::Real(), events, directory);
-  collector.Step();  // the files are few: all of a pass
-  collector.Close();
-  directory.Close();
-  return directory.space().used() == there;
+  Collecting collecting(options);
+  if (!EXPECT_TRUE(collecting.opened)) return false;
+  collecting.Step();  // the files are few: all of a pass
+  return collecting.directory.space().used() == there;
 }
 
 // Where its `run` starts is the same each time, whatever the trial before left.

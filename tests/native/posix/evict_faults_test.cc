@@ -6,7 +6,7 @@
 
 #include "fixture.h"
 #include "harness.h"
-#include "posix/collector.h"
+#include "posix/collecting.h"
 #include "posix/one_fault.h"
 
 namespace cachestore::test {
@@ -33,43 +33,26 @@ size_t Stored(const StoreSetup& setup) {
   return files;
 }
 
-// A store's collector, from its start until it has nothing to do.
-struct Collecting {
-  Collecting(const StoreSetup& setup, FaultEnv& env)
-      : directory(env, events, OptionsOf(setup)),
-        opened(directory.Open().ok()),
-        collector(env, events, directory) {}
-  ~Collecting() {
-    collector.Close();
-    directory.Close();
-  }
-  void Run() {
-    for (int i = 0; i < 8; ++i) (void)collector.Step();
-  }
-
-  EventRing events;
-  Directory directory;
-  const bool opened;
-  Collector collector;
-};
+// From a collector's start until it has nothing to do.
+constexpr int kSteps = 8;
 
 // True: there was such a call.
 bool Trial(const StoreSetup& setup, size_t at, Mode mode, int error) {
   FaultEnv env;
   bool fired = false;
   {
-    Collecting faulty(setup, env);
+    Collecting faulty(OptionsOf(setup), env);
     const Fault fault(at, mode, error);
     fault.Arm(env);
-    faulty.Run();
+    faulty.Step(kSteps);
     fired = fault.fired();
     // The oldest go, and never more than have to.
     if (Stored(setup) < kLow) Fail(__FILE__, __LINE__, "too many are gone");
     env.NoHooks();
   }
-  Collecting next(setup, env);
+  Collecting next(OptionsOf(setup), env);
   EXPECT_TRUE(next.opened);
-  next.Run();
+  next.Step(kSteps);
   EXPECT_TRUE(next.collector.collecting());
   // Between the watermarks, where the one before may have ended.
   EXPECT_TRUE(Stored(setup) >= kLow && Stored(setup) <= kLow + 1);
