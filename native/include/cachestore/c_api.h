@@ -258,7 +258,8 @@ const char* cs_last_error(void);
 uint32_t cs_crc32c(uint32_t seed, const void* data, size_t length);
 
 /* Stops accepting, fails what is queued, completes what is running (or, after a
- * few seconds, gives it up) and makes every cs_wait return; then stores what is
+ * few seconds, gives it up; what further pools have queued below a cache counts as
+ * running) and makes every cs_wait return; then stores what is
  * only in a cache, within timeout_ms. The handle stays valid, so a binding can
  * wait for its own threads to leave, and take the last counters and events,
  * before cs_close. A second call does nothing. */

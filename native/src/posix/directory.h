@@ -138,8 +138,8 @@ class Directory {
   std::atomic<bool> has_manifest_{false};  // has written it once
   std::atomic<uint64_t> next_temporary_{0};
   std::atomic<uint64_t> epoch_{0};
-  std::atomic<uint64_t> latest_clear_{
-      0};  // changed with Root::clear_mutex held, and epoch_ with it
+  // Changed with Root::clear_mutex held, and epoch_ with it.
+  std::atomic<uint64_t> latest_clear_{0};
   // Guarded by Root::clear_mutex, with which a probe brings the directory back. So one that
   // is in use owes nothing, and what was stored before a clear doesn't outlast it: it
   // lies in `blocks` when that is moved, or its Publish, which looks once more after

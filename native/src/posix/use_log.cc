@@ -7,8 +7,8 @@ namespace {
 
 // How far a use goes back from a block; what it costs is bounded by it.
 constexpr size_t kAncestors = 4096;
-// A call of Flush writes no more, nor for longer (between two files).
-constexpr size_t kPieceFiles = 512;
+// A call of Flush writes no more, nor for longer (between two blocks).
+constexpr size_t kPieceBlocks = 512;
 constexpr std::chrono::milliseconds kPieceTime{20};
 constexpr std::chrono::milliseconds kLastTime{1000};
 // What an entry takes beside its blocks, counted as so many of these.
@@ -235,7 +235,7 @@ UseLog::Milliseconds UseLog::Flush(size_t index, bool last, bool now) {
     TakePiece(root);
   }
   size_t written = 0;
-  while (!root.piece.empty() && (last || written < kPieceFiles) && Clock::now() < end) {
+  while (!root.piece.empty() && (last || written < kPieceBlocks) && Clock::now() < end) {
     const BlockId block = root.piece.back().second;
     root.piece.pop_back();
     Write(index, root, block);
