@@ -33,15 +33,13 @@ from .guard import never_raises
 from .opening import open_pool, open_store, space
 from .pages import LayoutError, PageLayout, page_layout
 from .pool_calls import PoolCalls
-from .pools import Pool, identity_of, is_trailing
+from .pools import SGLANG_BATCH, Pool, identity_of, is_trailing
 from .prefix_links import PrefixLinks
 from .store import GAUGES, Event, Store
 from .throttle import Throttle
 from .transfer_log import TransferLog
 
 logger = logging.getLogger("cachestore")
-
-_SGLANG_BATCH = 128  # pages of one call at most, but for the hybrid controller's
 
 # SGLang's version of weights that nobody gave one.
 _NO_VERSION = "default"
@@ -82,7 +80,7 @@ class CacheStore(PoolCalls, FlatPages, HiCacheStorage):
         self._throttle = Throttle(logger)
         self._transfers = TransferLog(enabled=storage_config.enable_storage_metrics)
         self._weights: tuple[int, str] = _weights_now()
-        self._links = PrefixLinks(_SGLANG_BATCH) if self.pipeline == settings.CACHE_POSIX else None
+        self._links = PrefixLinks(SGLANG_BATCH) if self.pipeline == settings.CACHE_POSIX else None
 
     # Attach and detach, on the scheduler thread.
 

@@ -23,6 +23,8 @@ from .prefix_hits import ALL_PAGES, TRAILING_PAGES
 
 KV = ranks.KV
 
+SGLANG_BATCH = 128  # pages of one call at most, but for the hybrid controller's
+
 # Whose pages are stored only where a prefix ended: a window, or a state.
 _TRAILING = ("swa", "auxiliary_swa", "draft_swa", "mamba")
 
@@ -69,19 +71,16 @@ class Pool:
 
     def sizes(self, pages: int) -> np.ndarray:
         """Sizes of the tensors of so many pages at least, page after page."""
-        if pages <= _MOST_AT_ONCE:
+        if pages <= SGLANG_BATCH:
             return self._usual_sizes
         return self._sizes(pages)
 
     @functools.cached_property
     def _usual_sizes(self) -> np.ndarray:
-        return self._sizes(_MOST_AT_ONCE)
+        return self._sizes(SGLANG_BATCH)
 
     def _sizes(self, pages: int) -> np.ndarray:
         return np.tile(np.array(self.layout.tensor_sizes, dtype=np.int64), pages)
-
-
-_MOST_AT_ONCE = 128  # pages of most calls: SGLang's storage batch
 
 
 def is_trailing(name: str) -> bool:
