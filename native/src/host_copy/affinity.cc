@@ -1,7 +1,6 @@
 #include "host_copy/affinity.h"
 
 #include <algorithm>
-#include <array>
 #include <charconv>
 #include <iterator>
 #include <utility>

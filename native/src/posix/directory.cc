@@ -1,7 +1,6 @@
 #include "posix/directory.h"
 
 #include <algorithm>
-#include <array>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
