@@ -153,7 +153,7 @@ std::unique_ptr<Tier> OpenPosix(const std::string& directory, uint64_t blocks, b
   options.load_workers = 2;
   options.dump_workers = 2;
   options.queue_depth = kBatch;
-  options.use_interval = std::chrono::milliseconds(1);
+  options.use_interval = options.evict_interval = std::chrono::milliseconds(1);
   options.capacities = {blocks * kFileSize};
   if (!watermarks) {
     // Room for what a request brings, and after it half of that is kept.

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import threading
 
 import pytest
@@ -13,6 +12,7 @@ import host_pools
 from backends import blocks, keys
 from cachestore_connector.errors import ConfigError
 from host_pools import FLAT_LAYOUTS
+from process_state import comes_back_to, threads_and_descriptors
 
 MAKE = {"mha": host_pools.mha_pool, "mla": host_pools.mla_pool}
 
@@ -186,17 +186,14 @@ def test_attach_and_detach_leave_nothing(attach):
     """Pinned: threads and descriptors after each detach are as before."""
     pool = host_pools.mha_pool(fill=10)
 
-    def now():
-        return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
-
     attach(pool).close()  # what the first use of a library leaves behind isn't ours
-    before = now()
+    before = threads_and_descriptors()
     for _ in range(3):
         backend = attach(pool)
         backend.batch_set_v1(keys(4), host_pools.indices(pool, [0, 1, 2, 3]))
-        assert now() != before
+        assert threads_and_descriptors() != before
         backend.close()
-        assert now() == before
+        assert comes_back_to(before)
 
 
 @pytest.mark.parametrize(

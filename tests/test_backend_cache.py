@@ -1,7 +1,6 @@
 """The backend on Cache|Posix: ranks that share a buffer, and what it does with SGLang's pages."""
 
 import logging
-import os
 import threading
 
 import pytest
@@ -12,6 +11,7 @@ import host_pools
 from backends import blocks, counters_become, keys
 from cachestore_connector.errors import Code, ConfigError, StoreError
 from cachestore_connector.store import Store
+from process_state import comes_back_to, threads_and_descriptors
 
 PAGES = [5, 1, 2, 7]
 POOLS = {layout: (host_pools.mla_pool, {"layout": layout}) for layout in host_pools.FLAT_LAYOUTS}
@@ -317,19 +317,16 @@ def test_attach_and_detach_leave_nothing(rank, tmp_path):
     """Pinned: threads, descriptors and segments after each detach are as before."""
     pool = host_pools.mla_pool(fill=11)
 
-    def now():
-        return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
-
     rank(pool).close()
-    before = now()
+    before = threads_and_descriptors()
     for _ in range(3):
         first, second = rank(pool), rank(pool, 1)
         first.batch_set_v1(keys(4), host_pools.indices(pool, PAGES))
         second.batch_get_v1(keys(4), host_pools.indices(pool, PAGES))
-        assert now() != before
+        assert threads_and_descriptors() != before
         first.close()
         second.close()
-        assert now() == before
+        assert comes_back_to(before)
         assert regions(tmp_path) == []
 
 

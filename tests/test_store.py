@@ -21,6 +21,7 @@ from cachestore_connector.errors import (
 )
 from cachestore_connector.store import PoolOptions, Store, crc32c
 from pages_of_bytes import Memory, block_ids
+from process_state import comes_back_to, threads_and_descriptors
 
 
 @pytest.fixture
@@ -311,14 +312,6 @@ def test_close_beside_busy_threads(options):
     assert ended == [True] * 4
 
 
-def _threads():
-    return len(os.listdir("/proc/self/task"))
-
-
-def _descriptors():
-    return len(os.listdir("/proc/self/fd"))
-
-
 def test_another_user_has_a_buffer_of_his_own(options, cache):
     """Pinned: two users with one identity: neither's buffer keeps the other from starting."""
     if os.geteuid() != 0:
@@ -379,12 +372,12 @@ def test_open_and_close_leave_nothing(options):
     """Pinned (F09): threads, file descriptors and temporary files are back where they were."""
     memory, ids = Memory(8, [100, 37], seed=11), block_ids(8)
     gc.collect()
-    before = (_threads(), _descriptors())
+    before = threads_and_descriptors()
     for _ in range(20):
         store = Store(options())
         store.dump(ids, memory.addresses(), memory.lengths())
         store.close()
-        assert (_threads(), _descriptors()) == before
+        assert comes_back_to(before)
     root = Path(options().storage_backends[0])
     assert list(root.glob("*/tmp/*")) == []
 

@@ -16,7 +16,8 @@ def threads(pid):
     """How many threads of each name a process has."""
     names = []
     for task in Path(f"/proc/{pid}/task").iterdir():
-        names.append((task / "comm").read_text().strip())
+        with contextlib.suppress(OSError):  # ended since it was listed
+            names.append((task / "comm").read_text().strip())
     return collections.Counter(names)
 
 

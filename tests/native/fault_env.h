@@ -51,7 +51,7 @@ class Gate {
 // For what no gate can stand in: a thread's end, a file's removal.
 [[nodiscard]] bool Eventually(const std::function<bool()>& done);
 
-// Threads and open descriptors of this process.
+// Threads and open descriptors of this process. A joined thread counts for a moment more.
 size_t ThreadCount();
 size_t DescriptorCount();
 

@@ -24,13 +24,14 @@ uint64_t Minus(uint64_t a, uint64_t b) { return a - std::min(a, b); }
 
 }  // namespace
 
-Collector::Collector(Env& env, EventRing& events, Directory& directory)
+Collector::Collector(Env& env, EventRing& events, Directory& directory, milliseconds busy)
     : env_(env),
       events_(events),
       directory_(directory),
       space_(directory.space()),
       limits_(space_.limits()),
       path_(directory.root() + "/collector"),
+      busy_(busy),
       walk_(env, directory.root()) {}
 
 milliseconds Collector::Step(bool times_are_written) {
@@ -40,7 +41,7 @@ milliseconds Collector::Step(bool times_are_written) {
     Follow();
     MeasureRoom();
     // What is wanted is the collector's to find; it may be granted soon.
-    return std::exchange(wanted_, 0) > 0 ? 2 * kBusy : kQuiet;
+    return std::exchange(wanted_, 0) > 0 ? 2 * busy_ : kQuiet;
   }
   CountChanges();
   Look();
@@ -55,10 +56,10 @@ milliseconds Collector::Step(bool times_are_written) {
   space_.Know(used_, granted_to_others_, ours);
   const uint64_t told = told_.generation;
   Tell();
-  if (walk_.running() || (Need() > 0 && steady_clock::now() >= next_eviction_)) return kBusy;
+  if (walk_.running() || (Need() > 0 && steady_clock::now() >= next_eviction_)) return busy_;
   const auto pause = std::chrono::ceil<milliseconds>(next_look_ - steady_clock::now());
   // While others add, they wait for what they are granted.
-  return std::clamp(pause, kBusy, told_.generation == told ? kQuiet : 2 * kBusy);
+  return std::clamp(pause, busy_, told_.generation == told ? kQuiet : 2 * busy_);
 }
 
 // Whether this store collects, taking the part up if nobody else has it.
@@ -115,7 +116,7 @@ void Collector::Begin(milliseconds patience) {
     Step();
     const std::unique_lock stepping(stepping_, std::try_to_lock);
     if (!stepping.owns_lock() || lock_ || granted_) return;
-    std::this_thread::sleep_for(kBusy / 5);
+    std::this_thread::sleep_for(busy_ / 5);
   } while (steady_clock::now() < deadline);
 }
 
@@ -321,7 +322,7 @@ void Collector::EndPass() {
   known_ = true;
   if (whole_) oldest_ = showing_.Take();
   const milliseconds pause(1000 * walk_.entries() / kEntriesPerSecond);
-  next_look_ = steady_clock::now() + std::max(pause, changed_ ? kBusy : kRetry);
+  next_look_ = steady_clock::now() + std::max(pause, changed_ ? busy_ : kRetry);
 }
 
 void Collector::MeasureRoom() {

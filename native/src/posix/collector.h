@@ -38,18 +38,21 @@ namespace cachestore {
 
 class Collector {
  public:
-  // Work of one step, in system calls; steps are kBusy apart.
+  // Work of one step, in system calls.
   static constexpr size_t kEntriesPerStep = 5000;
   static constexpr size_t kEvictionsPerStep = 2000;
   // How many files a whole pass remembers: 32 bytes each, twice.
   static constexpr size_t kOldest = 65536;
+  // Between steps while there is work.
   static constexpr std::chrono::milliseconds kBusy{50};
 
-  Collector(Env& env, EventRing& events, Directory& directory);
+  Collector(Env& env, EventRing& events, Directory& directory,
+            std::chrono::milliseconds busy = kBusy);
 
   // A bounded piece of work; after how long to be called again.
   // `times_are_written`: of every use of a block up to now.
   std::chrono::milliseconds Step(bool times_are_written = true);
+  std::chrono::milliseconds busy() const { return busy_; }
   // The next step would evict.
   bool wants_room() const { return wants_room_.load(std::memory_order_relaxed); }
   // The first steps, until this store knows what it may add; no longer than `patience`.
@@ -105,6 +108,7 @@ class Collector {
   Space& space_;
   const SpaceLimits limits_;
   const std::string path_;  // <root>/collector
+  const std::chrono::milliseconds busy_;
   std::atomic<bool> collecting_{false};
   std::atomic<bool> look_{false};
   std::atomic<bool> wants_room_{false};

@@ -17,7 +17,7 @@ constexpr milliseconds kTimesPatience{2000};
 }  // namespace
 
 DirectoryUpkeep::DirectoryUpkeep(Env& env, EventRing& events, const ShardIo& first,
-                                 milliseconds use_interval)
+                                 milliseconds use_interval, milliseconds evict_interval)
     : env_(env) {
   AddPool(first);
   UseLogOptions options;
@@ -26,7 +26,9 @@ DirectoryUpkeep::DirectoryUpkeep(Env& env, EventRing& events, const ShardIo& fir
     Tended& tended = roots_.emplace_back();
     tended.directory = directory.get();
     const bool limited = directory->space().limits().any();
-    if (limited) tended.collector = std::make_unique<Collector>(env, events, *directory);
+    if (limited) {
+      tended.collector = std::make_unique<Collector>(env, events, *directory, evict_interval);
+    }
     options.roots.push_back(limited);
   }
   const auto root_of = [this, &first](const BlockId& block) {
@@ -102,9 +104,9 @@ milliseconds DirectoryUpkeep::Tick(size_t index, bool last) {
   }
   // However often it is woken.
   const auto since = Clock::now() - tended.stepped;
-  if (since < Collector::kBusy) {
+  if (since < collector->busy()) {
     return std::clamp(pause, milliseconds(1),
-                      std::chrono::ceil<milliseconds>(Collector::kBusy - since));
+                      std::chrono::ceil<milliseconds>(collector->busy() - since));
   }
   tended.stepped = Clock::now();
   const bool written = pause.count() > 0;

@@ -24,7 +24,7 @@ class DirectoryUpkeep {
  public:
   // `first`: of the first pool; it must outlive this.
   DirectoryUpkeep(Env& env, EventRing& events, const ShardIo& first,
-                  std::chrono::milliseconds use_interval);
+                  std::chrono::milliseconds use_interval, std::chrono::milliseconds evict_interval);
   // A further pool, in the same roots; it must outlive this.
   void AddPool(const ShardIo& io);
 

@@ -155,8 +155,8 @@ Result<std::unique_ptr<Tier>> PosixTier::Open(Env& env, std::shared_ptr<EventRin
   core->boot = *boot;
   core->roots = MakeRoots(env, *core->events, options);
   if (Status added = core->Add(options, options.first); !added.ok()) return added;
-  core->upkeep =
-      std::make_unique<DirectoryUpkeep>(env, *core->events, core->io(0), options.use_interval);
+  core->upkeep = std::make_unique<DirectoryUpkeep>(env, *core->events, core->io(0),
+                                                   options.use_interval, options.evict_interval);
   if (core->upkeep->evicts()) {
     (void)RunWithin(options.timeout, "cs-open",
                     [core, patience = options.timeout] { core->upkeep->Begin(patience); });

@@ -13,6 +13,7 @@
 #include "base/env.h"
 #include "base/event_ring.h"
 #include "base/worker_pool.h"
+#include "posix/collector.h"
 #include "posix/shard_io.h"
 #include "posix/upkeep.h"
 #include "tier/admission.h"
@@ -36,6 +37,8 @@ struct PosixOptions {
   uint32_t low_watermark_percent = 95;
   // How often uses of blocks are written to the times of their files.
   std::chrono::milliseconds use_interval{1000};
+  // Between steps of evicting, which are bounded pieces of work.
+  std::chrono::milliseconds evict_interval = Collector::kBusy;
   std::chrono::milliseconds timeout{1000};  // of lookups and clears off the caller's thread
 };
 

@@ -79,14 +79,14 @@ class ChaosProcess {
   std::string Close() {
     store_->Close();
     store_.reset();
-    const size_t threads = ThreadCount();
-    const size_t descriptors = DescriptorCount();
     // From the first time on: a sanitizer's own may come with it.
-    if (threads_ == 0) threads_ = threads;
-    if (descriptors_ == 0) descriptors_ = descriptors;
-    if (threads > threads_ || descriptors > descriptors_) {
-      return "leaked " + std::to_string(threads - threads_) + " threads, " +
-             std::to_string(descriptors - descriptors_) + " descriptors";
+    if (threads_ == 0) threads_ = ThreadCount();
+    if (descriptors_ == 0) descriptors_ = DescriptorCount();
+    if (!Eventually([&] { return ThreadCount() <= threads_; }) ||
+        DescriptorCount() > descriptors_) {
+      return "leaked: " + std::to_string(ThreadCount()) + " threads, " +
+             std::to_string(DescriptorCount()) + " descriptors; " + std::to_string(threads_) +
+             " and " + std::to_string(descriptors_) + " at first";
     }
     return "closed";
   }

@@ -264,8 +264,6 @@ class StoreRole {
     if (command == "open") return Open();
     if (command == "lock") return Lock(in);
     if (command == "unlock") return Unlock();
-    if (command == "threads") return std::to_string(ThreadCount());
-    if (command == "descriptors") return std::to_string(DescriptorCount());
     if (command == "letgo") return held_ != nullptr && held_->LetGo() ? "gone" : "no";
     if (store_ == nullptr) return "no store";
     if (command == "load" || command == "dump") return Start(command == "load", in);

@@ -93,8 +93,6 @@ class StoreProcess {
   cs_stats Stats();
   // What the store has reported, all in one line.
   std::string Events() { return process_.Ask("events"); }
-  size_t threads() { return std::stoul("0" + process_.Ask("threads")); }
-  size_t descriptors() { return std::stoul("0" + process_.Ask("descriptors")); }
 
   // Takes the region's lock, on an attachment of its own, and keeps it; leaves
   // the metadata in that state first.

@@ -427,7 +427,7 @@ TEST(Hang, CloseIsBoundedAndLeavesNothingForEver) {
   h.stored->Poison();
   h.fresh->Poison();
   gate.Open();
-  EXPECT_TRUE(Eventually([&] { return ThreadCount() == threads; }));
+  EXPECT_TRUE(Eventually([&] { return ThreadCount() <= threads; }));
   EXPECT_TRUE(h.env.WaitIdle());
   EXPECT_TRUE(h.stored->IsPoisoned());
   EXPECT_TRUE(h.fresh->IsPoisoned());
@@ -457,7 +457,7 @@ TEST(Hang, CloseOfAnIdleStoreIsBounded) {
   EXPECT_TRUE(Clock::now() - start < kBounded);
   EXPECT_GT(gate.arrived(), 0u);
   gate.Open();
-  EXPECT_TRUE(Eventually([&] { return ThreadCount() == threads; }));
+  EXPECT_TRUE(Eventually([&] { return ThreadCount() <= threads; }));
 }
 
 // A directory that hangs from the first call on: an error that names it.
@@ -475,7 +475,7 @@ TEST(Hang, OpenIsBounded) {
   EXPECT_EQ(opened.status().code(), CS_TIMEOUT);
   EXPECT_NE(opened.status().text().find(root.path()), std::string::npos);
   gate.Open();
-  EXPECT_TRUE(Eventually([&] { return ThreadCount() == threads; }));
+  EXPECT_TRUE(Eventually([&] { return ThreadCount() <= threads; }));
 }
 
 }  // namespace cachestore::test

@@ -82,7 +82,7 @@ class Replay {
     options.first.geometry = {{kPage}, kPage, kPage};
     options.load_workers = options.dump_workers = 2;
     options.queue_depth = kMostBlocks;
-    options.use_interval = std::chrono::milliseconds(1);
+    options.use_interval = options.evict_interval = std::chrono::milliseconds(1);
     // Room for what a request brings; after it half of that is kept.
     options.capacities = {2 * most_};
     options.high_watermark_percent = options.low_watermark_percent = 50;

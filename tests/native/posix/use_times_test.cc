@@ -224,7 +224,7 @@ TEST(UseTimes, AHungTimeHoldsUpNothing) {
   store->Close();  // leaves the thread behind
   EXPECT_EQ(gate.arrived(), 1u);
   gate.Open();
-  EXPECT_TRUE(Eventually([&] { return ThreadCount() == threads; }));
+  EXPECT_TRUE(Eventually([&] { return ThreadCount() <= threads; }));
 }
 
 }  // namespace cachestore::test
