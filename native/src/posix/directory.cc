@@ -15,6 +15,8 @@ namespace {
 
 // Of what another process or thread can undo between two steps of ours.
 constexpr int kTries = 8;
+// Longer than a dump takes from its rename to the look after it, even where it is held up.
+constexpr std::chrono::seconds kClearPause{5};
 
 // Bijective and well mixed (the finaliser of splitmix64).
 uint64_t Mix(uint64_t x) {
@@ -318,21 +320,31 @@ Status Directory::NoticeClear() {
     if (latest.value() == latest_clear_.load()) return Status::Ok();
     if (before != epoch()) continue;  // one of ours came between
     latest_clear_.store(latest.value());
-    epoch_.fetch_add(1);
+    NextEpoch();
     break;
   }
   return Status::Ok();
 }
 
-Status Directory::MarkClear() {
+void Directory::NextEpoch() {
   epoch_.fetch_add(1);
+  cleared_at_.store(Clock::now());
+}
+
+bool Directory::JustCleared() const {
+  const Clock::time_point at = cleared_at_.load();
+  return at != Clock::time_point::min() && Clock::now() - at < kClearPause;
+}
+
+Status Directory::MarkClear() {
+  NextEpoch();
   const std::string temporary = NewTemporaryPath() + "-cleared";
   Status marked =
       WriteTemporary([&] { return env_.ReplaceFile(temporary, base_ + "/cleared", ""); });
   const Result<uint64_t> latest = ReadClear();
   const std::lock_guard lock(root_->clear_mutex);
   if (latest.ok()) latest_clear_.store(latest.value());
-  epoch_.fetch_add(1);
+  NextEpoch();
   return marked;
 }
 

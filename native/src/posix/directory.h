@@ -13,6 +13,7 @@
 #define CACHESTORE_POSIX_DIRECTORY_H_
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -92,6 +93,9 @@ class Directory {
   // accepted from now on comes after that.
   // An error: it couldn't look.
   Status NoticeClear();
+  // A clear was made or noticed not long ago: what is there may be a dump of before
+  // that, about to be removed.
+  bool JustCleared() const;
   // Of the latest clear that was made or noticed, in this or any process; 0:
   // none.
   uint64_t latest_clear() const { return latest_clear_.load(); }
@@ -109,6 +113,8 @@ class Directory {
   void Close();
 
  private:
+  using Clock = std::chrono::steady_clock;
+
   Status OpenOnce();  // with open_mutex_ held
   struct Tried {
     Status read;
@@ -120,6 +126,7 @@ class Directory {
   Status WriteTemporary(const std::function<Status()>& write);
   Status WriteManifest();
   bool OweClear();
+  void NextEpoch();
   Status MoveBlocksToTrash();
   Status MarkClear();
   Result<uint64_t> ReadClear();
@@ -138,6 +145,7 @@ class Directory {
   std::atomic<bool> has_manifest_{false};  // has written it once
   std::atomic<uint64_t> next_temporary_{0};
   std::atomic<uint64_t> epoch_{0};
+  std::atomic<Clock::time_point> cleared_at_{Clock::time_point::min()};  // epoch_'s last change
   // Changed with Root::clear_mutex held, and epoch_ with it.
   std::atomic<uint64_t> latest_clear_{0};
   // Guarded by Root::clear_mutex, with which a probe brings the directory back. So one that

@@ -104,4 +104,32 @@ TEST(Clear, TakesABlockThatItsRenameHasMissed) {
   EXPECT_TRUE(LookupAll(*other, pages) == std::vector<uint8_t>(1, 0));
 }
 
+// Nor is such a block taken for stored by a dump that comes after the clear.
+TEST(Clear, TakesNothingThatComesWhileItTakesSuchABlock) {
+  const TempDir root;
+  StoreSetup setup({root.path()});
+  FaultEnv env;
+  const auto store = OpenOrFail(setup, env);
+  const auto other = OpenOrFail(setup);
+  Pages pages(setup, 0, 1);
+  pages.Fill();
+  Gate gate;
+  env.Before(Op::kRename, On("/blocks/", [&](FaultEnv::Call&) {
+               env.NoHooks();
+               EXPECT_OK(other->Clear());
+               env.Before(Op::kStat, On("/cleared", Holding(gate)));
+               return Status::Ok();
+             }));
+  const Result<cs_task> dump = store->Dump(pages.batch());
+  ASSERT_OK(dump);
+  ASSERT_TRUE(gate.WaitArrived(1));
+  EXPECT_TRUE(DumpAll(*other, pages) == Repeated(1, CS_OK));
+  gate.Open();
+  EXPECT_TRUE(WaitFor(*store, dump.value(), 1) == Repeated(1, CS_OK));
+  EXPECT_TRUE(LookupAll(*other, pages) == std::vector<uint8_t>(1, 1));
+  pages.Poison();
+  EXPECT_TRUE(LoadAll(*other, pages) == Repeated(1, CS_OK));
+  EXPECT_TRUE(pages.HoldsAll());
+}
+
 }  // namespace cachestore::test
