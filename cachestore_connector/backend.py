@@ -11,6 +11,7 @@ dumps from the backup thread, the rest from the scheduler. All may come at once.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 from collections.abc import Sequence
@@ -33,7 +34,7 @@ from .guard import never_raises
 from .opening import open_pool, open_store, space
 from .pages import LayoutError, PageLayout, page_layout
 from .pool_calls import PoolCalls
-from .pools import SGLANG_BATCH, Pool, identity_of, is_trailing
+from .pools import SGLANG_BATCH, Part, Pool, chunks_of, identity_of, is_trailing
 from .prefix_links import PrefixLinks
 from .store import GAUGES, Event, Store
 from .throttle import Throttle
@@ -106,7 +107,7 @@ class CacheStore(PoolCalls, FlatPages, HiCacheStorage):
             )
         if self.storage_config.dcp_size > 1:
             raise ConfigError("dcp_size", self.storage_config.dcp_size, "1 (no DCP)")
-        layout = _layout(mem_pool_host, PoolName.KV)
+        layout = self._page_layout(mem_pool_host, PoolName.KV)
         known = [(name, pool) for name, pool in self._host_pools or () if name != PoolName.KV]
         if not layout.tensor_sizes and self._host_pools is not None and not known:
             raise ConfigError(
@@ -115,18 +116,18 @@ class CacheStore(PoolCalls, FlatPages, HiCacheStorage):
                 "a host pool with bytes",
                 hint=f"host pool {type(mem_pool_host).__name__} holds no bytes of its own",
             )
-        identity = self._identity(mem_pool_host, layout, PoolName.KV)
-        if self.storage_config.is_mla_model and self.storage_config.attn_cp_size > 1:
-            logger.warning(
-                "CacheStore: SGLang has MLA pages stored by context-parallel rank 0 alone, and "
-                "which ranks hold the same is not known: with attention context parallelism "
-                "nothing will be restored"
+        parts = self._parts(mem_pool_host, layout, PoolName.KV)
+        contexts = self.storage_config.is_mla_model and self.storage_config.attn_cp_size > 1
+        if contexts and self._host_pools is None and not ranks.same_on_contexts(mem_pool_host):
+            logger.error(
+                "CacheStore: each context-parallel rank may hold other bytes, and without the "
+                "plugin's hooks SGLang has one of them store: nothing will be restored"
             )
-        self._layout, self._family = layout, identity.family
+        self._layout, self._family = layout, parts[0].identity.family
         self.mem_pool_host = mem_pool_host
         try:
             if layout.tensor_sizes:
-                self._open(mem_pool_host, PoolName.KV.value, layout, identity)
+                self._open(mem_pool_host, PoolName.KV.value, layout, parts)
             self._open_all(known)
         except BaseException:
             self.close()
@@ -178,7 +179,9 @@ class CacheStore(PoolCalls, FlatPages, HiCacheStorage):
 
     def _open_all(self, host_pools: Sequence[tuple[str, Any]]) -> None:
         """Open a pool of the store for each. Nothing is opened if the pages of one can't be."""
-        layouts = [(name, pool, _layout(pool, name)) for name, pool in _leaders_first(host_pools)]
+        layouts = [
+            (name, pool, self._page_layout(pool, name)) for name, pool in _leaders_first(host_pools)
+        ]
         for name, pool, layout in layouts:
             if not layout.tensor_sizes:
                 raise ConfigError(
@@ -188,26 +191,22 @@ class CacheStore(PoolCalls, FlatPages, HiCacheStorage):
                     hint=f"the {name} pool holds none of its own",
                 )
         for name, pool, layout in layouts:
-            self._open(pool, name, layout, self._identity(pool, layout, name, self._family))
+            self._open(pool, name, layout, self._parts(pool, layout, name, self._family))
             self._close_before_destroy(pool)
 
-    def _open(
-        self, host_pool: Any, name: str, layout: PageLayout, identity: identities.Identity
-    ) -> None:
+    def _open(self, host_pool: Any, name: str, layout: PageLayout, parts: tuple[Part, ...]) -> None:
         kind, is_mla = type(host_pool).__name__, self.storage_config.is_mla_model
-        store, number = self._store, 0
-        if store is None:
-            store = open_store(self.config, self.pipeline, identity, layout.tensor_sizes)
-        elif name in self._pools and self._pools[name].identity == identity:
-            number = self._pools[name].number  # other slots for the same pages
+        known = self._pools.get(name)
+        if known is not None and known.identity == parts[0].identity:
+            parts = known.parts  # other slots for the same pages
         else:
-            number = open_pool(store, self.config, self.pipeline, identity, layout.tensor_sizes)
+            parts = tuple(dataclasses.replace(p, number=self._open_part(p)) for p in parts)
         stores = ranks.every_rank_stores(name, kind, is_mla)
-        pool = Pool(name, host_pool, layout, identity, number, stores)
+        pool = Pool(name, host_pool, layout, parts, stores)
         self._pools = {**self._pools, name: pool}
+        number, identity = pool.number, pool.identity
         if number == 0:
             self.identity = identity
-        self._store = store
         unhooked = self._host_pools is None and self.storage_config.tp_size > 1
         if unhooked and ranks.needs_hook(name, kind, is_mla):
             logger.error(
@@ -232,30 +231,56 @@ class CacheStore(PoolCalls, FlatPages, HiCacheStorage):
             len(layout.tensor_sizes),
             host_pool.layout,
             ", ".join(self.config.storage_backends),
-            identity.directory_name,
+            " and ".join(part.identity.directory_name for part in parts),
             space(self.config) if number == 0 else _stored_by(stores),
         )
+
+    def _open_part(self, part: Part) -> int:
+        """Open the store for it, or a further pool of the store: the pool's number."""
+        if self._store is None:
+            self._store = open_store(self.config, self.pipeline, part.identity, part.tensor_sizes)
+            return 0
+        return open_pool(self._store, self.config, self.pipeline, part.identity, part.tensor_sizes)
 
     def every_rank_stores(self, name: Any) -> bool:
         """Whether a side pool is to be stored by ranks that SGLang has store no KV."""
         pool = self._pools.get(str(name))
         return pool is not None and pool.every_rank_stores
 
-    def _identity(
+    def _page_layout(self, pool: Any, name: str) -> PageLayout:
+        """Raises `ConfigError` for pages that can't be stored."""
+        try:
+            return page_layout(pool, max(1, chunks_of(pool, str(name), self.storage_config)))
+        except LayoutError as error:
+            what = str(error) if name == PoolName.KV else f"{name}: {error}"
+            raise ConfigError("hicache_mem_layout", getattr(pool, "layout", None), what) from error
+
+    def _parts(
         self, pool: Any, layout: PageLayout, name: str, family: str = ""
-    ) -> identities.Identity:
+    ) -> tuple[Part, ...]:
+        """What is stored by itself of a host pool's pages; without the store's numbers."""
         _, version = self._weights
-        return identity_of(
-            pool,
-            layout,
-            self.storage_config,
-            self.config,
-            _arguments(),
-            name=str(name),
-            family=family,
-            fp8_kind=_fp8_kind(),
-            weight_version=None if version == _NO_VERSION else version,
-        )
+
+        def part(first: int, of_part: PageLayout, chunk: int | None) -> Part:
+            identity = identity_of(
+                pool,
+                of_part,
+                self.storage_config,
+                self.config,
+                _arguments(),
+                name=str(name),
+                family=family,
+                chunk=chunk,
+                fp8_kind=_fp8_kind(),
+                weight_version=None if version == _NO_VERSION else version,
+            )
+            return Part(first, of_part.tensor_sizes, identity, 0)
+
+        chunks = chunks_of(pool, str(name), self.storage_config)
+        if chunks == 0:
+            return (part(0, layout, None),)
+        share = len(layout.tensor_sizes) // chunks
+        return tuple(part(share * i, layout.chunk(i, chunks), i) for i in range(chunks))
 
     def _open_store(self) -> Store | None:
         """The store; None while detached or after a weight update."""
@@ -346,15 +371,6 @@ class CacheStore(PoolCalls, FlatPages, HiCacheStorage):
     def _log(self, events: Sequence[Event]) -> None:
         for event in events:
             self._throttle.log(event.level, event.text.split(" ", 2)[0], event.text)
-
-
-def _layout(pool: Any, name: str) -> PageLayout:
-    """The layout of a host pool's pages. Raises `ConfigError` for one that can't be stored."""
-    try:
-        return page_layout(pool)
-    except LayoutError as error:
-        what = str(error) if name == PoolName.KV else f"{name}: {error}"
-        raise ConfigError("hicache_mem_layout", getattr(pool, "layout", None), what) from error
 
 
 def _leaders_first(host_pools: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:

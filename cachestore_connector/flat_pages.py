@@ -130,4 +130,4 @@ def _flat_addresses(
                 f"a flat page has {layout.page_bytes} bytes here, got one of {page.nbytes}"
             )
         table += layout.flat_addresses(page.data_ptr())
-    return np.array(table, dtype=np.int64)
+    return np.array(table, dtype=np.int64).reshape(len(pages), len(layout.tensor_sizes))

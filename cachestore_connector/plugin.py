@@ -28,6 +28,7 @@ _OPTION = "--hicache-storage-backend"
 _ADD_CLI_ARGS = "sglang.srt.server_args.ServerArgs.add_cli_args"
 _CREATE = "sglang.srt.mem_cache.storage.backend_factory.StorageBackendFactory._do_create_backend"
 _ATTACH = "sglang.srt.managers.cache_controller.HiCacheController.attach_storage_backend"
+_STORAGE_CONFIG = "sglang.srt.managers.cache_controller.HiCacheController._generate_storage_config"
 _SHOULD_BACKUP = (
     "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController.should_backup"
 )
@@ -41,6 +42,7 @@ _PARAMETERS = {
     _ADD_CLI_ARGS: ["parser"],
     _CREATE: ["backend_name", "storage_config", "mem_pool_host"],
     _ATTACH: ["self", "storage_backend"],
+    _STORAGE_CONFIG: ["self"],
     _SHOULD_BACKUP: ["self", "transfer"],
     _WEIGHTS: ["self", "recv_req"],
 }
@@ -73,7 +75,9 @@ def register() -> None:
     HookRegistry.register(_CREATE, _create_backend, HookType.AROUND)
     # SGLang chooses the zero-copy calls (batch_get_v1, batch_set_v1) by the backend's name.
     HookRegistry.register(_ATTACH, _attach, HookType.AROUND)
-    # SGLang has rank 0 alone store what it takes for the same on every rank, by the pool's name.
+    # SGLang has rank 0 alone store an MLA model's KV, whichever part of it that rank holds.
+    HookRegistry.register(_STORAGE_CONFIG, _storage_config, HookType.AROUND)
+    # And what it takes for the same on every rank, by the pool's name.
     HookRegistry.register(_SHOULD_BACKUP, _should_backup, HookType.AROUND)
     # SGLang drops what the old weights left in L1 and L2 here, and only there.
     HookRegistry.register(_WEIGHTS, _weights_updated, HookType.BEFORE)
@@ -136,6 +140,16 @@ def _attach(
     return result
 
 
+def _storage_config(original: Callable, controller: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around SGLang's: one of the ranks that hold the same stores it."""
+    config = original(controller, *args, **kwargs)
+    if controller.storage_backend_type != NAME:
+        return config
+    from .context_ranks import with_one_writer
+
+    return with_one_writer(config, controller.storage_host_pool)
+
+
 def _should_backup(original: Callable, controller: Any, transfer: Any) -> bool:
     """Around SGLang's: this rank stores what no other rank has."""
     if original(controller, transfer):
@@ -171,6 +185,7 @@ def _require_hooks() -> None:
         _ADD_CLI_ARGS: _offer_choice,
         _CREATE: _create_backend,
         _ATTACH: _attach,
+        _STORAGE_CONFIG: _storage_config,
         _SHOULD_BACKUP: _should_backup,
         _WEIGHTS: _weights_updated,
     }

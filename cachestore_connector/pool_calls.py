@@ -131,7 +131,7 @@ class PoolCalls:
             part = keys[length : length + piece]
             more = pool.identity.block_ids(part)
             ids += more
-            found = store.lookup_prefix(more, pool.number)
+            found = pool.lookup_prefix(store, more)
             length += found
             if found < len(part):
                 break
@@ -253,8 +253,8 @@ class PoolCalls:
         # Only the first pool has a cache, which wants to know.
         parent = self._key_before(keys[0], extra_info) if pool.number == 0 else None
         parent_id = None if parent is None else pool.identity.block_id(parent)
-        ids, sizes = pool.identity.block_ids(keys), pool.sizes(len(keys))
-        codes = move(store, ids, addresses, sizes, parent_id, pool.number)
+        ids = pool.identity.block_ids(keys)
+        codes = pool.move(move, store, ids, addresses, parent_id)
         seconds = time.perf_counter() - started
         results = [code == Code.OK for code in codes]
         done = sum(results)
@@ -303,7 +303,7 @@ def _look(
     """Which of these pages a pool has: none if it isn't open."""
     present: Any = ()
     if pool is not None and policy == ALL_PAGES:
-        present = np.ones(store.lookup_prefix(ids, pool.number), dtype=bool)
+        present = np.ones(pool.lookup_prefix(store, ids), dtype=bool)
     elif pool is not None:
-        present = store.lookup(ids, pool.number)
+        present = pool.lookup(store, ids)
     return PoolPages(name, policy, present, window, block_pages, group_pages)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,8 +18,10 @@ import numpy as np
 from . import identity as identities
 from . import model_facts, ranks
 from .config import Config
+from .errors import Code
 from .pages import PageLayout, layout_name
 from .prefix_hits import ALL_PAGES, TRAILING_PAGES
+from .store import Store
 
 KV = ranks.KV
 
@@ -55,19 +57,16 @@ _FACTS = (
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Pool:
-    """A pool of the open store. Immutable.
+class Part:
+    """Tensors of a host pool's pages that are a pool of the open store. Immutable.
 
-    ``name``: SGLang's (PoolName). ``host_pool``: SGLang's. ``number``: the native store's.
-    ``every_rank_stores``: as `ranks.every_rank_stores`.
+    ``first``: the number of the first of them in the page. ``number``: the native store's.
     """
 
-    name: str
-    host_pool: Any
-    layout: PageLayout
+    first: int
+    tensor_sizes: tuple[int, ...]
     identity: identities.Identity
     number: int
-    every_rank_stores: bool
 
     def sizes(self, pages: int) -> np.ndarray:
         """Sizes of the tensors of so many pages at least, page after page."""
@@ -80,7 +79,85 @@ class Pool:
         return self._sizes(SGLANG_BATCH)
 
     def _sizes(self, pages: int) -> np.ndarray:
-        return np.tile(np.array(self.layout.tensor_sizes, dtype=np.int64), pages)
+        return np.tile(np.array(self.tensor_sizes, dtype=np.int64), pages)
+
+    def addresses(self, addresses: np.ndarray) -> np.ndarray:
+        """Those of this part's tensors, out of (pages, all tensors)."""
+        count = len(self.tensor_sizes)
+        if addresses.shape[1] == count:
+            return addresses
+        return np.ascontiguousarray(addresses[:, self.first : self.first + count])
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Pool:
+    """A host pool that is stored. Immutable.
+
+    ``name``: SGLang's (PoolName). ``host_pool``: SGLang's. ``parts``: one, or one for each chunk of
+    heads (`chunks_of`). ``every_rank_stores``: as `ranks.every_rank_stores`.
+    """
+
+    name: str
+    host_pool: Any
+    layout: PageLayout
+    parts: tuple[Part, ...]
+    every_rank_stores: bool
+
+    @property
+    def number(self) -> int:
+        """The native store's, of the first part."""
+        return self.parts[0].number
+
+    @property
+    def identity(self) -> identities.Identity:
+        """Of the first part: the block ids are those of all."""
+        return self.parts[0].identity
+
+    def lookup(self, store: Store, ids: bytes) -> np.ndarray:
+        """Whether each page is stored, all parts of it."""
+        present = np.ones(len(ids) // identities.BLOCK_ID_BYTES, dtype=bool)
+        for part in self.parts:
+            present &= np.array(store.lookup(ids, part.number), dtype=bool)
+        return present
+
+    def lookup_prefix(self, store: Store, ids: bytes) -> int:
+        """How many of the first pages are stored, all parts of them."""
+        for part in self.parts:
+            ids = ids[: identities.BLOCK_ID_BYTES * store.lookup_prefix(ids, part.number)]
+        return len(ids) // identities.BLOCK_ID_BYTES
+
+    def move(
+        self,
+        move: Callable[..., list[int]],
+        store: Store,
+        ids: bytes,
+        addresses: np.ndarray,
+        parent_id: bytes | None,
+    ) -> list[int]:
+        """`Store.load` or `Store.dump` of pages: one `Code` each, of the first part that failed.
+
+        ``addresses``: of all tensors, one row a page.
+        """
+        pages, moved = len(ids) // identities.BLOCK_ID_BYTES, []
+        for part in self.parts:
+            where, sizes = part.addresses(addresses), part.sizes(pages)
+            moved.append(move(store, ids, where, sizes, parent_id, part.number))
+        if len(moved) == 1:
+            return moved[0]
+        return [next(filter(None, codes), Code.OK) for codes in zip(*moved, strict=True)]
+
+
+def chunks_of(host_pool: Any, name: str, given: Any) -> int:
+    """Into how many chunks of heads a rank's pages are cut, each stored by itself; 0: not at all.
+
+    As the contract of SGLang's ``tp_lcm_size`` has it: ranks of every tensor-parallel size that
+    divides it store the same chunks, so that pages written at one size are read at another.
+    ``given``: SGLang's storage config. Source: HiCacheController._generate_storage_config.
+    """
+    kind, lcm = type(host_pool).__name__, given.tp_lcm_size
+    if not lcm or getattr(host_pool, "layout", None) != "page_head":
+        return 0
+    return 0 if ranks.replicated(name, kind, given.is_mla_model) else lcm // given.tp_size
 
 
 def is_trailing(name: str) -> bool:
@@ -102,18 +179,22 @@ def identity_of(
     *,
     name: str = KV,
     family: str = "",
+    chunk: int | None = None,
     fp8_kind: str | None,
     weight_version: str | None,
 ) -> identities.Identity:
     """The identity of a host pool's pages.
 
     ``given``: SGLang's storage config. ``arguments``: values of `model_facts.ARGUMENTS`.
-    ``family``: of the KV pool; empty for the KV pool. A pool without bytes has a family, and
-    nothing is stored by its identity.
+    ``family``: of the KV pool; empty for the KV pool. ``chunk``: which one of `chunks_of`;
+    ``layout`` is then the chunk's. A pool without bytes has a family, and nothing is stored by its
+    identity.
     """
     model = arguments.get("model", {})
     dtype = model_facts.kv_dtype(str(host_pool.dtype), model, fp8_kind)
     side = name != KV
+    replicated = ranks.replicated(name, type(host_pool).__name__, given.is_mla_model)
+    chunks = 0 if chunk is None else chunks_of(host_pool, name, given)
     variant = model_facts.variant(
         arguments,
         weight_version=weight_version,
@@ -139,20 +220,22 @@ def identity_of(
         page_size=layout.page_size,
         tensor_sizes=layout.tensor_sizes or (1,),
         is_mla=given.is_mla_model,
-        tp_replicated=ranks.replicated(name, type(host_pool).__name__, given.is_mla_model),
-        tp_rank=given.tp_rank,
-        tp_size=given.tp_size,
+        tp_replicated=replicated,
+        # A chunk is what a rank would have at the largest size.
+        tp_rank=given.tp_rank if chunk is None else given.tp_rank * chunks + chunk,
+        tp_size=given.tp_size if chunk is None else given.tp_lcm_size,
         pp_rank=given.pp_rank,
         pp_size=given.pp_size,
         attn_cp_rank=given.attn_cp_rank,
         attn_cp_size=given.attn_cp_size,
+        cp_replicated=replicated and ranks.same_on_contexts(host_pool),
         dcp_rank=given.dcp_rank,
         dcp_size=given.dcp_size,
-        should_split_heads=given.should_split_heads,
+        should_split_heads=chunk is not None,
         tp_lcm_size=given.tp_lcm_size,
         start_layer=getattr(host_pool, "start_layer", None),
         end_layer=getattr(host_pool, "end_layer", None),
-        variant={**variant, **_facts(host_pool)} if side else variant,
+        variant={**variant, **_facts(host_pool, max(1, chunks))} if side else variant,
         pool=name,
         family=family,
     )
@@ -174,10 +257,12 @@ def has_draft_layers(host_pool: Any, name: str = KV) -> bool:
     return name != KV
 
 
-def _facts(host_pool: Any) -> dict[str, str]:
+def _facts(host_pool: Any, chunks: int) -> dict[str, str]:
     found = {"pool.class": type(host_pool).__name__}
     for fact in _FACTS:
         value = getattr(host_pool, fact, None)
+        if fact == "head_num" and value is not None:
+            value //= chunks
         if value is not None:
             found[f"pool.{fact}"] = str(value)
     states = getattr(host_pool, "slot_state_buffers", None)

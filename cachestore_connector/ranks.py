@@ -8,6 +8,7 @@ the host pool. Source: SGLang 0.5.23, the device pool behind each class, and
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 KV = "kv"
 
@@ -29,6 +30,10 @@ SPLIT = {
     "MHATokenToKVPoolMXFP8Host": "KV heads are split",
     "MambaPoolHost": "state heads are split",
 }
+
+# Of these every context-parallel rank has all tokens, unless each rank has layers of its own.
+# Source: sglang.srt.layers.cp, materialize_full_mla_kv and materialize_full_indexer_k_cache.
+_GATHERED = ("MLATokenToKVPoolHost", "DSAIndexerPoolHost")
 
 # What SGLang itself has every rank store, though the KV is rank 0's.
 _SGLANG_STORES = ("mamba",)
@@ -56,6 +61,15 @@ def needs_hook(name: str, kind: str, is_mla: bool) -> bool:
     """Whether SGLang would leave a pool to rank 0 that each rank has to store."""
     stores = every_rank_stores(name, kind, is_mla)
     return is_mla and stores and name != KV and name not in _SGLANG_STORES
+
+
+def same_on_contexts(host_pool: Any) -> bool:
+    """Whether it is known that every attention context-parallel rank holds the same bytes."""
+    device_pool = getattr(host_pool, "device_pool", None)
+    split = getattr(host_pool, "_layer_shard_enabled", False) or getattr(
+        device_pool, "layer_shard_enabled", False
+    )
+    return type(host_pool).__name__ in _GATHERED and not split
 
 
 def table() -> str:

@@ -14,7 +14,6 @@ CHANGES = {
     "pp_rank": {"pp_rank": 1, "pp_size": 2},
     "pp_size": {"pp_size": 2},
     "attn_cp_rank": {"attn_cp_rank": 1, "attn_cp_size": 2},
-    "head_split": {"should_split_heads": True, "tp_lcm_size": 2},
     "namespace": {"extra": {"namespace": "tenant"}},
 }
 POOL_CHANGES = {

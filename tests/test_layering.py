@@ -24,7 +24,7 @@ ASYNC_LOAD = [
 # From the top down; a module imports only those of lower layers.
 LAYERS = [
     {"plugin"},
-    {"backend"},
+    {"backend", "context_ranks"},
     *ASYNC_LOAD,
     {"flat_pages", "opening", "pool_calls"},
     {"pools"},
@@ -35,7 +35,7 @@ LAYERS = [
     {"_setting_types"},
     {"errors", "_native"},
 ]
-USES_SGLANG = {"backend", "plugin", "pool_calls"} | set().union(*ASYNC_LOAD)
+USES_SGLANG = {"backend", "context_ranks", "plugin", "pool_calls"} | set().union(*ASYNC_LOAD)
 USES_TORCH = {"backend", "plugin", "flat_pages", "pages", "pool_calls", "pool_tensors"}
 
 # What each part of the native store may include beside itself.

@@ -7,7 +7,9 @@ import pytest
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 
-from cachestore_connector import ranks
+import host_pools
+from backends import storage_config
+from cachestore_connector import context_ranks, plugin, ranks
 from cachestore_connector.pool_tensors import DESCRIBED
 
 DOCS = Path(__file__).parents[1] / "docs" / "pools.md"
@@ -56,6 +58,65 @@ def test_kv_is_as_sglang_says():
     assert ranks.replicated("kv", "MHATokenToKVPoolHost", True)
     assert not ranks.replicated("kv", "MLATokenToKVPoolHost", False)
     assert not ranks.needs_hook("kv", "MHATokenToKVPoolHost", True)
+
+
+def _contexts(monkeypatch, attach, make, *, size, tp, cp, dp_attention=False, **pool):
+    """Ranks of an MLA model with CP: (identity, whether it stores the KV) of each."""
+    found = []
+    for rank in range(size):
+        attn_tp_rank, cp_rank = rank % tp, rank // tp
+        parallel = SimpleNamespace(attn_tp_rank=attn_tp_rank)
+        monkeypatch.setattr(context_ranks, "get_parallel", lambda parallel=parallel: parallel)
+        host_pool = make(**pool)
+        given = storage_config(
+            "unused",
+            is_mla=True,
+            tp_rank=attn_tp_rank if dp_attention else rank,
+            tp_size=tp if dp_attention else size,
+            attn_cp_rank=cp_rank,
+            attn_cp_size=cp,
+        )
+        controller = SimpleNamespace(storage_backend_type="cachestore", storage_host_pool=host_pool)
+        config = plugin._storage_config(lambda *_, given=given: given, controller)
+        backend = attach(host_pool, **{name: getattr(config, name) for name in _RANKS}, is_mla=True)
+        found.append((backend.identity.fingerprint, config.is_storage_writer))
+    return found
+
+
+_RANKS = ("tp_rank", "tp_size", "attn_cp_rank", "attn_cp_size")
+
+
+@pytest.mark.parametrize("dp_attention", [False, True])
+@pytest.mark.parametrize("split", [False, True], ids=["all layers", "layers split"])
+@pytest.mark.parametrize(("tp", "cp"), [(1, 2), (2, 2), (1, 4), (4, 1)])
+def test_contexts_have_one_writer_for_what_they_hold(
+    monkeypatch, attach, tp, cp, split, dp_attention
+):
+    """Pinned (F25): every distinct shard of MLA KV has one rank that stores it, and no second."""
+    found = _contexts(
+        monkeypatch, attach, host_pools.mla_pool, size=tp * cp, tp=tp, cp=cp,
+        dp_attention=dp_attention, layer_shard_enabled=split,
+    )  # fmt: skip
+    stored = [identity for identity, stores in found if stores]
+    assert len({identity for identity, _ in found}) == len(stored) == (cp if split else 1)
+    assert {identity for identity, _ in found} == set(stored)
+
+
+def test_contexts_of_what_is_not_known_store_their_own(monkeypatch, attach):
+    """Pinned: a pool that may differ between CP ranks is stored by one rank of each."""
+    found = _contexts(
+        monkeypatch, attach, host_pools.mha_pool, size=4, tp=2, cp=2
+    )  # by class not one that is gathered
+    assert [stores for _, stores in found] == [True, False, True, False]
+    assert len({identity for identity, _ in found}) == 2
+
+
+def test_other_backends_and_models_keep_sglangs_config():
+    """Pinned: only ours, of MLA models with CP, is changed."""
+    for name, is_mla, cp in (("file", True, 2), ("cachestore", False, 2), ("cachestore", True, 1)):
+        given = storage_config("unused", is_mla=is_mla, attn_cp_size=cp)
+        controller = SimpleNamespace(storage_backend_type=name, storage_host_pool=None)
+        assert plugin._storage_config(lambda *_, given=given: given, controller) is given
 
 
 def test_classes_are_those_that_are_described():
