@@ -28,6 +28,7 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 from . import config as settings
 from . import identity as identities
 from . import model_facts, ranks, weights
+from .context_ranks import stores_shared
 from .errors import CacheStoreError, ConfigError, StoreClosed
 from .flat_pages import FlatPages
 from .guard import never_raises
@@ -202,7 +203,9 @@ class CacheStore(PoolCalls, FlatPages, HiCacheStorage):
         else:
             parts = tuple(dataclasses.replace(p, number=self._open_part(p)) for p in parts)
         stores = ranks.every_rank_stores(name, kind, is_mla)
-        pool = Pool(name, host_pool, layout, parts, stores)
+        # Of MLA models SGLang asks only whoever is to store.
+        writes = stores or is_mla or stores_shared(self.storage_config)
+        pool = Pool(name, host_pool, layout, parts, stores, writes)
         self._pools = {**self._pools, name: pool}
         number, identity = pool.number, pool.identity
         if number == 0:

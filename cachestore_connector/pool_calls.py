@@ -203,6 +203,10 @@ class PoolCalls:
         pool = self._pools.get(str(transfer.name))
         if pool is None:
             return [False] * len(keys)
+        store = self._open_store()
+        if move is Store.dump and not pool.writes and store is not None:
+            # Another rank holds the same and stores it; this one says what is there.
+            return pool.lookup(store, pool.identity.block_ids(keys)).tolist()
         return self._transfer_slots(move, pool, keys, indices, extra_info)
 
     def _move_kv(

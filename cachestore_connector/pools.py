@@ -94,7 +94,8 @@ class Pool:
     """A host pool that is stored. Immutable.
 
     ``name``: SGLang's (PoolName). ``host_pool``: SGLang's. ``parts``: one, or one for each chunk of
-    heads (`chunks_of`). ``every_rank_stores``: as `ranks.every_rank_stores`.
+    heads (`chunks_of`). ``every_rank_stores``: as `ranks.every_rank_stores`. ``writes``: whether
+    this rank does, where SGLang asks it to.
     """
 
     name: str
@@ -102,6 +103,7 @@ class Pool:
     layout: PageLayout
     parts: tuple[Part, ...]
     every_rank_stores: bool
+    writes: bool
 
     @property
     def number(self) -> int:

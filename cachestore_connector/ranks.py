@@ -49,12 +49,8 @@ def replicated(name: str, kind: str, is_mla: bool) -> bool:
 
 
 def every_rank_stores(name: str, kind: str, is_mla: bool) -> bool:
-    """Whether each TP rank is to store a pool; else rank 0 alone does.
-
-    Ranks that hold the same each store it where SGLang has every rank store the KV: the first one
-    writes, and the others find it there.
-    """
-    return not is_mla or not replicated(name, kind, is_mla)
+    """Whether each TP rank is to store a pool; else rank 0 alone does."""
+    return not replicated(name, kind, is_mla)
 
 
 def needs_hook(name: str, kind: str, is_mla: bool) -> bool:

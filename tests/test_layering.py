@@ -24,7 +24,8 @@ ASYNC_LOAD = [
 # From the top down; a module imports only those of lower layers.
 LAYERS = [
     {"plugin"},
-    {"backend", "context_ranks"},
+    {"backend"},
+    {"context_ranks"},
     *ASYNC_LOAD,
     {"flat_pages", "opening", "pool_calls"},
     {"pools"},

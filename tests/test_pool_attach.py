@@ -8,7 +8,7 @@ from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTr
 
 import host_pools
 import side_pools
-from backends import counters_become, keys
+from backends import blocks, counters_become, keys
 from cachestore_connector.errors import ConfigError
 from pool_stacks import OTHERS, SIX, STACKS, Rank, at_once, stored
 
@@ -86,6 +86,29 @@ def test_two_ranks_of_a_hybrid_model(attach):
                 host_pools.page_bytes(empty, page), host_pools.page_bytes(theirs, page)
             )
     assert not torch.equal(host_pools.page_bytes(states, 0), host_pools.page_bytes(more, 0))
+
+
+def test_what_all_ranks_of_an_mha_model_hold_is_stored_once(attach, tmp_path):
+    """Pinned: SGLang has each rank store it; rank 0 does, and the others say what is there."""
+    names, numbers = keys(3), range(3)
+
+    def rank(number, fill):
+        kv = host_pools.mha_pool(fill=fill)
+        side = side_pools.key_only_pool(layout="page_first", fill=fill)
+        known = [("kv", kv), ("indexer", side)]
+        backend = attach(kv, tp_rank=number, tp_size=2, known=known)
+        indices = host_pools.indices(side, numbers)
+        return backend, side, PoolTransfer(PoolName.INDEXER, keys=names, host_indices=indices)
+
+    (first, source, its), (second, _, others) = rank(0, 54), rank(1, 55)
+    assert second.batch_set_v2([others]) == {"indexer": [False] * 3}
+    assert blocks(tmp_path) == []
+    assert first.batch_set_v2([its]) == {"indexer": [True] * 3}
+    assert second.batch_set_v2([others]) == {"indexer": [True] * 3}
+    assert second.counters()["dump_ok"] == 0
+    reader, target, into = rank(1, None)
+    assert reader.batch_get_v2([into]) == {"indexer": [True] * 3}
+    assert torch.equal(host_pools.page_bytes(target, 2), host_pools.page_bytes(source, 2))
 
 
 @pytest.mark.parametrize("name", ["dsa", "deepseek_v4"])

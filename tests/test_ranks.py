@@ -104,19 +104,38 @@ def test_contexts_have_one_writer_for_what_they_hold(
 
 def test_contexts_of_what_is_not_known_store_their_own(monkeypatch, attach):
     """Pinned: a pool that may differ between CP ranks is stored by one rank of each."""
-    found = _contexts(
-        monkeypatch, attach, host_pools.mha_pool, size=4, tp=2, cp=2
-    )  # by class not one that is gathered
+    found = _contexts(monkeypatch, attach, host_pools.mha_pool, size=4, tp=2, cp=2)
     assert [stores for _, stores in found] == [True, False, True, False]
     assert len({identity for identity, _ in found}) == 2
 
 
 def test_other_backends_and_models_keep_sglangs_config():
-    """Pinned: only ours, of MLA models with CP, is changed."""
-    for name, is_mla, cp in (("file", True, 2), ("cachestore", False, 2), ("cachestore", True, 1)):
-        given = storage_config("unused", is_mla=is_mla, attn_cp_size=cp)
+    """Pinned: only ours, with CP, is changed."""
+    for name, cp in (("file", 2), ("cachestore", 1)):
+        given = storage_config("unused", is_mla=True, attn_cp_size=cp)
         controller = SimpleNamespace(storage_backend_type=name, storage_host_pool=None)
         assert plugin._storage_config(lambda *_, given=given: given, controller) is given
+
+
+def test_contexts_of_any_other_model_store_their_kv(monkeypatch):
+    """Pinned: every rank of an MHA model does; what several hold, one on each CP rank."""
+    pool = SimpleNamespace()
+    found = []
+    for rank in range(4):
+        parallel = SimpleNamespace(attn_tp_rank=rank % 2)
+        monkeypatch.setattr(context_ranks, "get_parallel", lambda parallel=parallel: parallel)
+        given = storage_config(
+            "unused", tp_rank=rank, tp_size=4, attn_cp_rank=rank // 2, attn_cp_size=2
+        )
+        config = context_ranks.with_one_writer(given, pool)
+        assert config.is_storage_writer
+        found.append(context_ranks.stores_shared(config))
+    assert found == [True, False, True, False]
+    # Without the hook nobody knows, and each does; without CP rank 0.
+    assert context_ranks.stores_shared(given)
+    for rank in range(2):
+        given = storage_config("unused", tp_rank=rank, tp_size=2)
+        assert context_ranks.stores_shared(given) == (rank == 0)
 
 
 def test_classes_are_those_that_are_described():

@@ -97,3 +97,25 @@ def test_restored_by_another_server(tp, serve, storage, prompt, computed, restor
     server.kill()
     server.start()
     restored(server, short, SHORT, cold)
+
+
+@pytest.mark.soak
+def test_load_backs_on_the_loader_thread(serve, storage, tmp_path, prompt, computed, restored):
+    """Pinned: with the async-load switch both pools are loaded there, output unchanged."""
+    loads = tmp_path / "loads"
+    loads.mkdir()
+    server = serve(
+        "mellum",
+        storage="cachestore",
+        extra_config=storage.config(),
+        env={"SGLANG_HICACHE_ASYNC_LOAD_ENQUEUE": "1", "CACHESTORE_RIG_LOADS": str(loads)},
+    )
+    assert "HiCache async load enqueue: enabled (HybridCacheController)" in server.log_text()
+    ids, cold, _ = stored(server, storage, prompt, computed, seed=90)
+    for _ in range(3):
+        restored(server, ids, LONG, cold)
+    trace = [line.split() for line in (loads / "trace").read_text().splitlines()]
+    enqueued = [tuple(words[1:3]) for words in trace if words[0] == "enqueued"]
+    assert {thread for _, thread in enqueued} == {"hicache-load-enqueue"}
+    for layer in range(4):
+        assert sum(each == str(layer) for each, _ in enqueued) == 3
