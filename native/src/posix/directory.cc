@@ -303,7 +303,10 @@ Status Directory::WriteManifest() {
 // one before. Its number and time together don't come again.
 Result<uint64_t> Directory::ReadClear() {
   const Result<FileInfo> mark = env_.Stat(base_ + "/cleared");
-  if (mark.ok()) return Mix(Mix(mark.value().inode) ^ mark.value().modified_ns) | 1;
+  if (mark.ok()) {
+    clear_mark_ns_.store(mark.value().modified_ns);
+    return Mix(Mix(mark.value().inode) ^ mark.value().modified_ns) | 1;
+  }
   if (mark.status().code() != CS_NOT_FOUND) return mark.status();
   return uint64_t{0};
 }
@@ -331,9 +334,10 @@ void Directory::NextEpoch() {
   cleared_at_.store(Clock::now());
 }
 
-bool Directory::JustCleared() const {
+bool Directory::PrecedesClear(const FileInfo& file) const {
   const Clock::time_point at = cleared_at_.load();
-  return at != Clock::time_point::min() && Clock::now() - at < kClearPause;
+  if (at == Clock::time_point::min() || Clock::now() - at >= kClearPause) return false;
+  return file.modified_ns < clear_mark_ns_.load();
 }
 
 Status Directory::MarkClear() {

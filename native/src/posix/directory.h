@@ -93,9 +93,9 @@ class Directory {
   // accepted from now on comes after that.
   // An error: it couldn't look.
   Status NoticeClear();
-  // A clear was made or noticed not long ago: what is there may be a dump of before
-  // that, about to be removed.
-  bool JustCleared() const;
+  // Whether a block's file that is there belongs to a dump of before the latest clear,
+  // which is about to remove it: said for some seconds after the clear.
+  bool PrecedesClear(const FileInfo& file) const;
   // Of the latest clear that was made or noticed, in this or any process; 0:
   // none.
   uint64_t latest_clear() const { return latest_clear_.load(); }
@@ -146,6 +146,7 @@ class Directory {
   std::atomic<uint64_t> next_temporary_{0};
   std::atomic<uint64_t> epoch_{0};
   std::atomic<Clock::time_point> cleared_at_{Clock::time_point::min()};  // epoch_'s last change
+  std::atomic<uint64_t> clear_mark_ns_{0};  // when the latest mark was made, as files have it
   // Changed with Root::clear_mutex held, and epoch_ with it.
   std::atomic<uint64_t> latest_clear_{0};
   // Guarded by Root::clear_mutex, with which a probe brings the directory back. So one that

@@ -34,8 +34,7 @@ void ShardIo::Dump(Request& request, size_t shard, WorkerPool::Scratch& scratch)
       directory != nullptr && directory->zero_copy() && (!direct || IsAligned(source));
   if (request.Begin(shard, zero_copy)) {
     const Code thrown = Thrown([&] {
-      const bool trusted = directory == nullptr || !directory->JustCleared();
-      if (trusted && Exists(batch.blocks[shard], &request, shard)) {
+      if (Exists(batch.blocks[shard], &request, shard)) {
         block.existing.store(true, std::memory_order_relaxed);
       } else if (directory == nullptr || directory->health().use() != Health::Use::kFull) {
         SetOnce(block.failure, CS_IO);  // said when it was taken out of use

@@ -99,6 +99,7 @@ ShardIo::Outcome ShardIo::TryRead(Transfer& transfer, const std::string& path) {
   const FileCloser file(env_, opened.value());
   const Result<FileInfo> info = env_.StatFd(file.get());
   if (!info.ok()) return {info.status()};
+  if (transfer.directory.PrecedesClear(info.value())) return {{CS_NOT_FOUND, "cleared"}};
   return {ReadChecked(transfer, file.get(), info.value()), info.value()};
 }
 
