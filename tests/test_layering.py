@@ -29,6 +29,7 @@ LAYERS = [
     *ASYNC_LOAD,
     {"flat_pages", "opening", "pool_calls"},
     {"pools"},
+    {"on_disk"},
     {"manifest", "model_facts"},
     {"config", "guard", "identity", "pages", "prefix_links", "store", "throttle", "transfer_log"}
     | {"prefix_hits", "ranks", "weights"},
@@ -38,6 +39,10 @@ LAYERS = [
 ]
 USES_SGLANG = {"backend", "context_ranks", "plugin", "pool_calls"} | set().union(*ASYNC_LOAD)
 USES_TORCH = {"backend", "plugin", "flat_pages", "pages", "pool_calls", "pool_tensors"}
+
+# The subcommands: none imports another, and none what imports sglang or torch.
+CLI_COMMON = {"output", "places"}
+CLI_USES_SGLANG = {"doctor"}  # inside a function: it says what of SGLang fits
 
 # What each part of the native store may include beside itself.
 INCLUDES = {
@@ -76,6 +81,12 @@ def test_python_imports_go_down(path):
     name = path.stem
     if name in ("__init__", "_ffi_build"):
         assert not absolute & {"sglang", "torch"}
+        return
+    if path.parent.name == "cli":
+        every = set().union(*LAYERS)
+        commands = {each.stem for each in path.parent.glob("*.py")} - CLI_COMMON
+        assert own <= (every | CLI_COMMON) - USES_SGLANG - USES_TORCH - commands, own
+        assert not absolute & {"sglang", "torch"} or name in CLI_USES_SGLANG
         return
     (layer,) = [i for i, members in enumerate(LAYERS) if name in members]
     allowed = set().union(*LAYERS[layer + 1 :])

@@ -1,0 +1,99 @@
+"""What every subcommand has in common: ``--json``, colours, tables, errors and exit statuses.
+
+A person's terminal gets colours and tables as wide as it is; a pipe gets plain text of the same
+words, 80 columns unless ``COLUMNS`` says otherwise. With ``--json`` standard output is one JSON
+value and nothing else. Progress and errors go to standard error.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import json
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ..errors import CacheStoreError
+
+
+class Status(enum.IntEnum):
+    """Exit statuses. 2 is click's own: the command line is wrong."""
+
+    OK = 0
+    FOUND = 1  # something that wants attention
+    FAILED = 3  # it could not be done
+
+
+class Output:
+    """Where a subcommand says what it found: to people, or as JSON."""
+
+    def __init__(self, as_json: bool) -> None:
+        self.as_json = as_json
+        self.console = Console(highlight=False, soft_wrap=False, emoji=False, markup=False)
+        self.progress = Console(stderr=True, highlight=False, emoji=False, markup=False)
+
+    def line(self, text: str | Text = "") -> None:
+        """A line for people."""
+        if not self.as_json:
+            self.console.print(text, soft_wrap=True)
+
+    def table(
+        self, columns: Sequence[str], rows: Iterable[Sequence[str | Text]], right: str = ""
+    ) -> None:
+        """A table for people. ``columns``: their headings. ``right``: those aligned right."""
+        if self.as_json:
+            return
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        for column in columns:
+            justify = "right" if column in right.split(",") else "left"
+            table.add_column(column, justify=justify, overflow="fold")
+        for row in rows:
+            table.add_row(*row)
+        self.console.print(table)
+
+    def result(self, value: Any) -> None:
+        """What ``--json`` prints; nothing for people."""
+        if self.as_json:
+            click.echo(json.dumps(value, indent=2, ensure_ascii=False, default=str))
+
+
+def command(*args: Any, **kwargs: Any) -> Callable[[Callable], click.Command]:
+    """As `click.command`, for a function ``(out: Output, ...) -> Status | None``.
+
+    Adds ``--json``. What is raised on purpose, and errors of files, are one line and status 3.
+    """
+
+    def decorate(function: Callable) -> click.Command:
+        @click.option("--json", "as_json", is_flag=True, help="Print one JSON value.")
+        @functools.wraps(function)
+        def run(*, as_json: bool, **given: Any) -> None:
+            try:
+                status = function(Output(as_json), **given)
+            except BrokenPipeError:  # as `| head` does
+                sys.stderr.close()
+                status = Status.OK
+            except (CacheStoreError, OSError) as error:
+                if as_json:
+                    click.echo(json.dumps({"error": str(error)}))
+                click.echo(f"cachestore: {error}", err=True)
+                status = Status.FAILED
+            sys.exit(int(status or 0))
+
+        return click.command(*args, **kwargs)(run)
+
+    return decorate
+
+
+def amount(size: float) -> str:
+    """Bytes for people: ``1.5 GiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(size) < 1024 or unit == "TiB":
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    raise AssertionError
