@@ -1,5 +1,6 @@
 """Which ranks store what: one of those that hold it, by SGLang's own rules and our hook."""
 
+import itertools
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -60,10 +61,11 @@ def test_kv_is_as_sglang_says():
     assert not ranks.needs_hook("kv", "MHATokenToKVPoolHost", True)
 
 
-def _contexts(monkeypatch, attach, make, *, size, tp, cp, dp_attention=False, **pool):
+def _contexts(monkeypatch, attach, make, *, tp, cp, pp=1, dp_attention=False, **pool):
     """Ranks of an MLA model with CP: (identity, whether it stores the KV) of each."""
     found = []
-    for rank in range(size):
+    size = tp * cp
+    for stage, rank in itertools.product(range(pp), range(size)):
         attn_tp_rank, cp_rank = rank % tp, rank // tp
         parallel = SimpleNamespace(attn_tp_rank=attn_tp_rank)
         monkeypatch.setattr(context_ranks, "get_parallel", lambda parallel=parallel: parallel)
@@ -75,6 +77,8 @@ def _contexts(monkeypatch, attach, make, *, size, tp, cp, dp_attention=False, **
             tp_size=tp if dp_attention else size,
             attn_cp_rank=cp_rank,
             attn_cp_size=cp,
+            pp_rank=stage,
+            pp_size=pp,
         )
         controller = SimpleNamespace(storage_backend_type="cachestore", storage_host_pool=host_pool)
         config = plugin._storage_config(lambda *_, given=given: given, controller)
@@ -83,28 +87,30 @@ def _contexts(monkeypatch, attach, make, *, size, tp, cp, dp_attention=False, **
     return found
 
 
-_RANKS = ("tp_rank", "tp_size", "attn_cp_rank", "attn_cp_size")
+_RANKS = ("tp_rank", "tp_size", "attn_cp_rank", "attn_cp_size", "pp_rank", "pp_size")
 
 
 @pytest.mark.parametrize("dp_attention", [False, True])
 @pytest.mark.parametrize("split", [False, True], ids=["all layers", "layers split"])
-@pytest.mark.parametrize(("tp", "cp"), [(1, 2), (2, 2), (1, 4), (4, 1)])
+@pytest.mark.parametrize(
+    ("tp", "cp", "pp"), [(1, 2, 1), (2, 2, 1), (1, 4, 1), (4, 1, 2), (2, 2, 2)]
+)
 def test_contexts_have_one_writer_for_what_they_hold(
-    monkeypatch, attach, tp, cp, split, dp_attention
+    monkeypatch, attach, tp, cp, pp, split, dp_attention
 ):
     """Pinned (F25): every distinct shard of MLA KV has one rank that stores it, and no second."""
     found = _contexts(
-        monkeypatch, attach, host_pools.mla_pool, size=tp * cp, tp=tp, cp=cp,
+        monkeypatch, attach, host_pools.mla_pool, tp=tp, cp=cp, pp=pp,
         dp_attention=dp_attention, layer_shard_enabled=split,
     )  # fmt: skip
     stored = [identity for identity, stores in found if stores]
-    assert len({identity for identity, _ in found}) == len(stored) == (cp if split else 1)
+    assert len({identity for identity, _ in found}) == len(stored) == pp * (cp if split else 1)
     assert {identity for identity, _ in found} == set(stored)
 
 
 def test_contexts_of_what_is_not_known_store_their_own(monkeypatch, attach):
     """Pinned: a pool that may differ between CP ranks is stored by one rank of each."""
-    found = _contexts(monkeypatch, attach, host_pools.mha_pool, size=4, tp=2, cp=2)
+    found = _contexts(monkeypatch, attach, host_pools.mha_pool, tp=2, cp=2)
     assert [stores for _, stores in found] == [True, False, True, False]
     assert len({identity for identity, _ in found}) == 2
 
