@@ -51,12 +51,14 @@ struct Two {
     for (const uint8_t is_in_a : in_a) present.push_back(is_in_a ? 0 : 1);
     return present;
   }
+  // Said just after it is so.
   bool HasEvent(const std::string& text) {
-    bool found = false;
-    while (const auto event = store->NextEvent()) {
-      found = found || event->text.find(text) != std::string::npos;
-    }
-    return found;
+    return Eventually([&] {
+      while (const auto event = store->NextEvent()) {
+        if (event->text.find(text) != std::string::npos) return true;
+      }
+      return false;
+    });
   }
   // Lookups until the first directory is out of use.
   void TakeOut(const Hook& hook) {
