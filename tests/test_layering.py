@@ -30,6 +30,8 @@ LAYERS = [
     {"flat_pages", "opening", "pool_calls"},
     {"pools"},
     {"on_disk"},
+    {"stats_view"},
+    {"stats_reader"},
     {"manifest", "model_facts"},
     {"config", "guard", "identity", "pages", "prefix_links", "store", "throttle", "transfer_log"}
     | {"prefix_hits", "ranks", "weights"},

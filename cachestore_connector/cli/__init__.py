@@ -14,6 +14,7 @@ import click
 # or of that name and `_command`.
 COMMANDS: dict[str, str] = {
     "ls": "the caches in a store: model, pages, bytes, last use",
+    "top": "a live view of the backends attached on this host",
 }
 
 
