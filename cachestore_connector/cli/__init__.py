@@ -13,6 +13,7 @@ import click
 # Subcommands and what the list of them says; each is a module here with a function of that name,
 # or of that name and `_command`.
 COMMANDS: dict[str, str] = {
+    "doctor": "what is wrong with the settings, disks, memory and SGLang of this host",
     "ls": "the caches in a store: model, pages, bytes, last use",
     "top": "a live view of the backends attached on this host",
 }

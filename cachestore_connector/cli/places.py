@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
 
 import click
 
@@ -30,9 +29,9 @@ def load_config(config_path: str | None) -> settings.Config:
     """The settings of a file, or those in force. Raises `ConfigError`."""
     if config_path is None:
         return settings.load()
-    given: Any
-    given, _ = read_config_file("--config", os.path.expanduser(config_path))
-    return settings.load(given)
+    path = os.path.expanduser(config_path)
+    read_config_file("--config", path)  # names the option, where the file can't be used
+    return settings.load(None, {**os.environ, settings.CONFIG_VARIABLE: path})
 
 
 def roots(stores: tuple[str, ...], config_path: str | None) -> list[str]:

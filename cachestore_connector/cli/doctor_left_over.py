@@ -1,0 +1,190 @@
+"""`cachestore doctor`: what lies about that nobody uses any more.
+
+What is alive is told by locks that the kernel gives back (docs/format.md), never by a name or an
+age; nothing is removed here.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import struct
+from pathlib import Path
+
+from .. import on_disk
+from ..identity import FORMAT_VERSION
+from . import output
+from .doctor_finding import Finding, ok, warn
+
+_REGION = re.compile(r"cachestore-region-(\d+)-[0-9a-f]{32}")
+_STATS = re.compile(r"cachestore-stats-(\d+)")
+_FLOCK = struct.Struct("hhqqi4x")  # struct flock
+_REGION_LOCKS = (0, 16 + 64)  # the attach lock, and one byte for each process
+
+
+def is_locked(path: Path, first: int = 0, count: int = 0) -> bool:
+    """Whether anybody holds a lock in a range of bytes of a file; ``count`` 0: to its end.
+
+    Raises OSError for a file that can't be opened.
+    """
+    number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, first, count, 0)
+        answer = fcntl.fcntl(number, fcntl.F_OFD_GETLK, asked)
+        return _FLOCK.unpack(answer)[0] != fcntl.F_UNLCK
+    finally:
+        os.close(number)
+
+
+def segments(directory: str) -> list[Finding]:
+    """Cache buffers that no process holds."""
+    check = "left-over buffers"
+    held, left, foreign = [], [], []
+    try:
+        paths = sorted(Path(directory).iterdir())
+    except OSError:
+        return []  # said elsewhere
+    for path in paths:
+        match = _REGION.fullmatch(path.name)
+        if match is None:
+            continue
+        try:
+            size = path.lstat().st_size
+            alive = is_locked(path, *_REGION_LOCKS)
+        except FileNotFoundError:
+            continue
+        except OSError:
+            foreign.append(path)
+            continue
+        (held if alive else left).append((path, size, int(match[1])))
+    found = []
+    for path, size, user in left:
+        whose = "" if user == os.geteuid() else f" of user {user}"
+        found.append(
+            warn(
+                check,
+                f"{path}: {output.amount(size)}{whose}, and no process holds it (a server was "
+                "killed)",
+                "start the server again, as the same user: it stores what was only there, and "
+                f"removes it; or lose that, and rm {path}",
+            )
+        )
+    if foreign:
+        names = ", ".join(str(path) for path in foreign)
+        found.append(
+            warn(
+                check,
+                f"{names}: another user's, so that it can't be told whether they are in use",
+                "run this as that user",
+            )
+        )
+    if not found:
+        in_use = f"; {len(held)} in use" if held else ""
+        found.append(ok(check, f"none in {directory}{in_use}"))
+    return [*found, *_dead_statistics(directory)]
+
+
+def _dead_statistics(directory: str) -> list[Finding]:
+    """Files of counters (`<pid>-<n>.json`) whose writers are gone."""
+    dead = []
+    for below in sorted(Path(directory).glob("cachestore-stats-*")):
+        if not _STATS.fullmatch(below.name):
+            continue
+        try:
+            names = sorted(os.listdir(below))
+        except OSError:
+            continue
+        for name in names:
+            pid = name.partition("-")[0]
+            if name.endswith(".json") and pid.isdigit() and not os.path.exists(f"/proc/{pid}"):
+                dead.append(below / name)
+    if not dead:
+        return []
+    return [
+        warn(
+            "left-over files",
+            f"{len(dead)} files of counters of processes that are gone, such as {dead[0]} (a few "
+            "kilobytes each)",
+            "rm them, if no container has this directory too",
+        )
+    ]
+
+
+def in_directory(root: str) -> list[Finding]:
+    """Below an entry of ``storage_backends``: temporary files, trash, old and foreign caches."""
+    if not os.path.isdir(root):
+        return []
+    check = "left-over files"
+    found = []
+    abandoned, trash, old, foreign = [], [], [], []
+    for identity in on_disk.identities(root):
+        try:
+            abandoned += _abandoned(identity.path / "tmp")
+            trash += _entries(identity.path / "trash")
+        except PermissionError:
+            foreign.append(identity.path)
+            continue
+        version = identity.manifest and identity.manifest.identity.get("format_version")
+        if isinstance(version, int) and version < FORMAT_VERSION:
+            old.append(identity.path)
+    if abandoned:
+        found.append(
+            warn(
+                check,
+                f"{len(abandoned)} directories of temporary files whose writers are gone, such "
+                f"as {abandoned[0]}",
+                "nothing, if that model is served again: the next start removes them; else rm -r",
+            )
+        )
+    if trash:
+        found.append(
+            warn(
+                check,
+                f"{len(trash)} cleared directories that were never removed, such as {trash[0]}",
+                "rm -r them: whatever is in trash/ may go at any time",
+            )
+        )
+    if old:
+        found.append(
+            warn(
+                check,
+                f"{len(old)} caches of an earlier version, which nothing reads any more, such as "
+                f"{old[0]}",
+                "rm -r them, or leave them to eviction",
+            )
+        )
+    if foreign:
+        uid = foreign[0].lstat().st_uid
+        found.append(
+            warn(
+                check,
+                f"{len(foreign)} caches that user {os.geteuid()} may not read, such as "
+                f"{foreign[0]} of user {uid}: it neither gets nor evicts their blocks",
+                "have all servers that share a directory run as one user",
+            )
+        )
+    return found or [ok(check, f"none in {root}")]
+
+
+def _entries(directory: Path) -> list[Path]:
+    try:
+        return [directory / name for name in sorted(os.listdir(directory))]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _abandoned(directory: Path) -> list[Path]:
+    left = []
+    for instance in _entries(directory):
+        try:
+            if not is_locked(instance / "lock"):
+                left.append(instance)
+        except PermissionError:
+            raise
+        except (FileNotFoundError, NotADirectoryError):
+            # Being made or removed; without a lock nobody can be told to be alive.
+            continue
+        except OSError:
+            continue  # no locks there: nothing can be told
+    return left
