@@ -27,16 +27,17 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from . import config as settings
 from . import identity as identities
-from . import model_facts, ranks, weights
+from . import log_level, model_facts, ranks, summary, weights
 from .context_ranks import stores_shared
 from .errors import CacheStoreError, ConfigError, StoreClosed
 from .flat_pages import FlatPages
 from .guard import never_raises
-from .opening import open_pool, open_store, space
+from .opening import open_pool, open_store
 from .pages import LayoutError, PageLayout, page_layout
 from .pool_calls import PoolCalls
 from .pools import SGLANG_BATCH, Part, Pool, chunks_of, identity_of, is_trailing
 from .prefix_links import PrefixLinks
+from .reports import Reports
 from .store import GAUGES, Event, Store
 from .throttle import Throttle
 from .transfer_log import TransferLog
@@ -63,6 +64,7 @@ class CacheStore(PoolCalls, FlatPages, HiCacheStorage):
         *,
         host_pools: Sequence[tuple[str, Any]] | None = None,
     ) -> None:
+        log_level.apply()
         self.storage_config = storage_config
         self.config = settings.load(storage_config.extra_config)
         self.pipeline, self._pipeline_reason = settings.choose_pipeline(
@@ -75,7 +77,9 @@ class CacheStore(PoolCalls, FlatPages, HiCacheStorage):
         self._family = ""
         self.staged_pages = 0
         self._store: Store | None = None
+        self._reports: Reports | None = None  # while the store is open
         self._pools: dict[str, Pool] = {}
+        self._unsaid: list[Pool] = []  # opened, and not in the log yet
         self._waiting: list[tuple[str, Any]] = []  # until the store can be opened
         self._watched: list[Any] = []  # pools whose `destroy` is ours
         self._asked: dict[str, tuple[str, int, int, int]] = {}
@@ -133,6 +137,7 @@ class CacheStore(PoolCalls, FlatPages, HiCacheStorage):
         except BaseException:
             self.close()
             raise
+        self._say_opened()
         self._close_before_destroy(mem_pool_host)
         if not self._pools:
             logger.info("CacheStore: waiting for a host pool that holds bytes")
@@ -176,6 +181,7 @@ class CacheStore(PoolCalls, FlatPages, HiCacheStorage):
                     error,
                     exc_info=not isinstance(error, CacheStoreError),
                 )
+        self._say_opened()
         self._log_events()
 
     def _open_all(self, host_pools: Sequence[tuple[str, Any]]) -> None:
@@ -207,9 +213,11 @@ class CacheStore(PoolCalls, FlatPages, HiCacheStorage):
         writes = stores or is_mla or stores_shared(self.storage_config)
         pool = Pool(name, host_pool, layout, parts, stores, writes)
         self._pools = {**self._pools, name: pool}
-        number, identity = pool.number, pool.identity
-        if number == 0:
-            self.identity = identity
+        self._unsaid.append(pool)
+        if self._reports is None:
+            self.identity = pool.identity
+            self._reports = self._begin_reports(self._store, pool.identity.directory_name)
+        self._reports.add_pool(name)
         unhooked = self._host_pools is None and self.storage_config.tp_size > 1
         if unhooked and ranks.needs_hook(name, kind, is_mla):
             logger.error(
@@ -223,20 +231,37 @@ class CacheStore(PoolCalls, FlatPages, HiCacheStorage):
                 "pages are copied once more on their way (counted as staged_pages)",
                 kind,
             )
-        lead = f"pipeline {self.pipeline} ({self._pipeline_reason}) " if number == 0 else ""
-        logger.info(
-            "CacheStore: %s%sages of %d %s, %d bytes in %d tensors, layout %s, in %s as %s; %s",
-            lead,
-            "P" if name == PoolName.KV else f"Pool {name} ({kind}): p",
-            layout.page_size,
-            "tokens" if layout.page_size > 1 else "slot",
-            layout.page_bytes,
-            len(layout.tensor_sizes),
-            host_pool.layout,
-            ", ".join(self.config.storage_backends),
-            " and ".join(part.identity.directory_name for part in parts),
-            space(self.config) if number == 0 else _stored_by(stores),
+
+    def _begin_reports(self, store: Store, identity: str) -> Reports:
+        reports = Reports(
+            lambda: store.stats() | self._staged_counter(),
+            given=self.storage_config,
+            config=self.config,
+            pipeline=self.pipeline,
+            identity=identity,
+            throttle=self._throttle,
         )
+        reports.start()
+        return reports
+
+    def _say_opened(self) -> None:
+        """Log what was opened since the last time: all of an attach at once."""
+        pools, self._unsaid = self._unsaid, []
+        store = self._store
+        if not pools or store is None:
+            return
+        if pools[0].number != 0:
+            for pool in pools:
+                logger.info("CacheStore: %s", summary.of_pool(pool))
+            return
+        events = store.events()
+        logger.info(
+            "CacheStore: %s",
+            summary.of_attach(
+                self.pipeline, self._pipeline_reason, pools, self.config, store.stats(), events
+            ),
+        )
+        self._log([event for event in events if not summary.has(event)])
 
     def _open_part(self, part: Part) -> int:
         """Open the store for it, or a further pool of the store: the pool's number."""
@@ -319,10 +344,18 @@ class CacheStore(PoolCalls, FlatPages, HiCacheStorage):
     def close(self) -> None:
         """End the store; calls that are waiting return misses. A second call does nothing."""
         store, self._store = self._store, None
-        self._pools, self._waiting, self._layout = {}, [], None
+        reports, self._reports = self._reports, None
+        self._pools, self._waiting, self._layout, self._unsaid = {}, [], None, []
+        if reports is not None:
+            reports.stop()
         if store is not None:
-            counters, events = store.close()
-            counters |= self._staged_counter()
+            counters: dict[str, int] = {}
+            try:
+                counters, events = store.close()
+                counters |= self._staged_counter()
+            finally:
+                if reports is not None:
+                    reports.finish(counters)
             self._log(events)
             said = ", ".join(
                 f"{name} {value}"
@@ -379,10 +412,6 @@ class CacheStore(PoolCalls, FlatPages, HiCacheStorage):
 def _leaders_first(host_pools: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:
     """Pools that have every page before those that have some."""
     return sorted(host_pools, key=lambda pool: is_trailing(pool[0]))
-
-
-def _stored_by(every_rank: bool) -> str:
-    return "stored by every rank" if every_rank else "stored by rank 0"
 
 
 def _arguments() -> dict[str, dict[str, Any]]:

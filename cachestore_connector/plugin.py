@@ -17,7 +17,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from . import weights
+from . import log_level, weights
 from .errors import CacheStoreError
 
 logger = logging.getLogger("cachestore")
@@ -64,6 +64,7 @@ def register() -> None:
     """Register the hooks; called by SGLang. One loud error, and no hook, if one doesn't fit."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    log_level.apply()
     _install_async_load()
     misfits = [problem for target in _PARAMETERS if (problem := _misfit(target))]
     if misfits:

@@ -22,16 +22,22 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
 )
 
-from .errors import Code
+from .errors import Code, StoreClosed
 from .guard import all_false, never_raises
 from .identity import BLOCK_ID_BYTES
+from .page_counts import DUMP, LOAD
 from .pages import PageLayout
 from .pools import KV, Pool, default_policy
 from .prefix_hits import ALL_PAGES, PoolPages, PrefixHits, prefix_hits
 from .prefix_links import PrefixLinks
+from .reports import Reports
 from .store import Store
 from .throttle import Throttle
 from .transfer_log import TransferLog
+
+logger = logging.getLogger("cachestore")
+
+_SHOWN_KEY = 12  # characters of a key in the log
 
 
 def _transfer_false(_: Any, transfer: PoolTransfer, *__: Any) -> list[bool]:
@@ -58,6 +64,7 @@ class PoolCalls:
     _asked: dict[str, tuple[str, int, int, int]]  # what SGLang asked of a side pool
     _throttle: Throttle
     _transfers: TransferLog
+    _reports: Reports | None  # while the store is open
     _open_store: Callable[[], Store | None]
     _log_events: Callable[[], None]
     _transfer_staged: Callable[..., list[bool]]
@@ -112,6 +119,29 @@ class PoolCalls:
         store, pools, layout = self._open_store(), self._pools, self._layout
         if store is None or layout is None or not pools or not keys:
             return PrefixHits(0, {}, [])
+        reports, started = self._reports, time.perf_counter()
+        hits = self._look(store, pools, layout, keys, wanted)
+        seconds = time.perf_counter() - started
+        if reports is not None:
+            reports.looked(len(keys), hits.kv_hit_pages, seconds)
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug(
+                "CacheStore: lookup of %d pages, %s: %d can be restored; %.2f ms",
+                len(keys),
+                _key_range(keys),
+                hits.kv_hit_pages,
+                seconds * 1000,
+            )
+        return hits
+
+    def _look(
+        self,
+        store: Store,
+        pools: Mapping[str, Pool],
+        layout: PageLayout,
+        keys: Sequence[str],
+        wanted: Sequence[tuple[str, str, int, int, int]],
+    ) -> PrefixHits:
         if layout.tensor_sizes:
             length, ids = self._kv_run(store, pools[KV], keys)
         else:
@@ -119,7 +149,9 @@ class PoolCalls:
             length = len(keys)
             ids = next(iter(pools.values())).identity.block_ids(keys)
         ids = ids[: BLOCK_ID_BYTES * length]
-        sides = (_look(store, pools.get(str(name)), ids, name, *asked) for name, *asked in wanted)
+        sides = (
+            _look_in(store, pools.get(str(name)), ids, name, *asked) for name, *asked in wanted
+        )
         return prefix_hits(length, sides, kv_name=PoolName.KV)
 
     def _kv_run(self, store: Store, pool: Pool, keys: Sequence[str]) -> tuple[int, bytes]:
@@ -239,8 +271,9 @@ class PoolCalls:
     ) -> list[bool]:
         if pool.layout.staged is not None:
             return self._transfer_staged(move, pool, keys, indices, extra_info)
+        began = time.perf_counter()
         addresses = pool.layout.addresses(indices, len(keys))
-        return self._transfer(move, pool, keys, addresses, extra_info)
+        return self._transfer(move, pool, keys, addresses, extra_info, began)
 
     def _transfer(
         self,
@@ -249,21 +282,46 @@ class PoolCalls:
         keys: Sequence[str],
         addresses: np.ndarray,
         extra_info: HiCacheStorageExtraInfo | None,
+        began: float | None = None,
     ) -> list[bool]:
-        store = self._open_store()
+        """``began``: when computing the addresses did (`time.perf_counter`), if it was now."""
+        store, reports = self._open_store(), self._reports
         if store is None or not keys:
             return [False] * len(keys)
+        direction = LOAD if move is Store.load else DUMP
         started = time.perf_counter()
         # Only the first pool has a cache, which wants to know.
         parent = self._key_before(keys[0], extra_info) if pool.number == 0 else None
         parent_id = None if parent is None else pool.identity.block_id(parent)
         ids = pool.identity.block_ids(keys)
-        codes = pool.move(move, store, ids, addresses, parent_id)
-        seconds = time.perf_counter() - started
+        moving = time.perf_counter()
+        codes: Sequence[int] = [Code.INTERNAL] * len(keys)
+        try:
+            codes = pool.move(move, store, ids, addresses, parent_id)
+        except StoreClosed:  # and nothing was done
+            codes = [Code.CLOSED] * len(keys)
+            raise
+        finally:
+            ended = time.perf_counter()
+            if reports is not None:
+                page_bytes = pool.layout.page_bytes
+                reports.moved(pool.name, direction, codes, page_bytes, ended - started)
         results = [code == Code.OK for code in codes]
         done = sum(results)
+        size = done * pool.layout.page_bytes
         if pool.number == 0:  # SGLang counts pages, not what belongs to them
-            self._transfers.add(move is Store.load, done, done * pool.layout.page_bytes, seconds)
+            self._transfers.add(move is Store.load, done, size, ended - started)
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug(
+                "CacheStore: %s of %d pages of %s, %s: %d done, %d bytes; %s",
+                direction,
+                len(keys),
+                pool.name,
+                _key_range(keys),
+                done,
+                size,
+                _stages(began, started, moving, ended),
+            )
         self._log_events()
         if done < len(codes):
             self._report(move, pool, codes)
@@ -289,12 +347,26 @@ class PoolCalls:
             )
 
 
+def _key_range(keys: Sequence[str]) -> str:
+    """The first and the last key, as much of them as tells them apart."""
+    first, last = str(keys[0])[:_SHOWN_KEY], str(keys[-1])[:_SHOWN_KEY]
+    return first if len(keys) == 1 else f"{first}..{last}"
+
+
+def _stages(began: float | None, started: float, moving: float, ended: float) -> str:
+    """What the stages of a transfer took. ``began``: None where addresses weren't computed."""
+    stages = {"block ids": moving - started, "transfer": ended - moving}
+    if began is not None:
+        stages = {"addresses": started - began} | stages
+    return ", ".join(f"{stage} {seconds * 1000:.2f} ms" for stage, seconds in stages.items())
+
+
 def _unasked(name: str) -> tuple[str, int, int, int]:
     # Nobody has said how long a window is: all of it is enough. A state is one page.
     return (default_policy(name), 1 if name == PoolName.MAMBA else sys.maxsize, 0, 0)
 
 
-def _look(
+def _look_in(
     store: Store,
     pool: Pool | None,
     ids: bytes,

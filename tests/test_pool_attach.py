@@ -210,12 +210,15 @@ def test_the_log_has_a_line_for_each_pool(attach, caplog, known):
     """Pinned: what is stored of a model, where, and by whom."""
     with caplog.at_level(logging.INFO, "cachestore"):
         rank = Rank(attach, "deepseek_v4", known=known)
-    lines = [r.message for r in caplog.records if " bytes in " in r.message]
+    told = [r.message for r in caplog.records if " bytes in " in r.message]
+    lines = [line for text in told for line in text.splitlines() if " bytes in " in line]
     assert len(lines) == len(rank.sides)
     for pool in rank.backend._pools.values():
-        (line,) = (line for line in lines if f"Pool {pool.name} (" in line)
-        assert pool.identity.directory_name in line
-        assert ("pipeline Cache|Posix" in line) == (pool.number == 0)
+        (line,) = (line for line in lines if f"pool {pool.name} (" in line)
+        assert pool.identity.directory_name in line and "stored by" in line
+    (summary,) = (text for text in told if "pipeline Cache|Posix" in text)
+    assert len(told) == 1 or not known
+    assert "memory: cache buffer: shared" in summary and "directories: " in summary
 
 
 def test_updated_weights_end_the_use_of_all_pools(attach, monkeypatch):
