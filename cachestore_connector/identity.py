@@ -9,8 +9,8 @@ of it, and so has each host pool. Parts have identities of their own and one *fa
 that are the same for all of them. Page key and family together make the block id, so that the
 parts of a page have the same id, each in the directory of its identity.
 
-`Identity.block_id` and `Identity.block_ids` are the only way from a page key to a block id:
-lookups, loads and dumps all use them.
+`Identity.block_ids` is the only way from a page key to a block id: lookups, loads and dumps all use
+it. `block_id` is the same, for who knows no more of an identity than its family.
 """
 
 from __future__ import annotations
@@ -150,8 +150,7 @@ class Identity:
 
     @functools.cached_property
     def _keyed_hash(self) -> Any:
-        key = bytes.fromhex(self.family)
-        return hashlib.blake2b(digest_size=BLOCK_ID_BYTES, key=key, person=_PERSON)
+        return _keyed_hash(self.family)
 
     def block_id(self, key: str) -> bytes:
         """The 16-byte id of the block for page ``key``: any string, as `block_ids` does it."""
@@ -174,6 +173,18 @@ class Identity:
     def __getstate__(self) -> dict[str, Any]:
         # Without what is cached: a hash object can't be pickled.
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+
+def block_id(family: str, key: str) -> bytes:
+    """The id of the block for page ``key`` in every identity of a family (64 hex digits)."""
+    hashed = _keyed_hash(family)
+    hashed.update(key.encode("utf-8", "surrogatepass"))
+    return hashed.digest()
+
+
+def _keyed_hash(family: str) -> Any:
+    key = bytes.fromhex(family)
+    return hashlib.blake2b(digest_size=BLOCK_ID_BYTES, key=key, person=_PERSON)
 
 
 def canonical_json(parts: Mapping[str, Any]) -> bytes:

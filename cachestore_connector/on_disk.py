@@ -14,7 +14,11 @@ from pathlib import Path
 from . import manifest
 
 BLOCKS = "blocks"
-_MANIFEST = "identity.json"
+MANIFEST = "identity.json"
+COLLECTOR = "collector"
+# In a root that is a file system's: its own, for nobody else to read.
+FILESYSTEMS_OWN = "lost+found"
+
 _ID_DIGITS = 32
 
 
@@ -49,24 +53,30 @@ class Block:
 def identities(root: str | Path) -> list[StoredIdentity]:
     """Those below an entry of ``storage_backends``, by name.
 
-    A directory without a manifest is one if it has a `blocks` directory in it. Raises OSError if
-    ``root`` can't be listed.
+    A directory without a manifest is one if it has a `blocks` directory in it; one whose name
+    begins with a dot never is. Raises OSError if ``root`` can't be listed.
     """
     found = []
     with os.scandir(root) as entries:
-        paths = sorted(Path(e.path) for e in entries if e.is_dir(follow_symlinks=False))
+        paths = sorted(
+            Path(entry.path)
+            for entry in entries
+            if entry.is_dir(follow_symlinks=False)
+            and not entry.name.startswith(".")
+            and entry.name not in (COLLECTOR, FILESYSTEMS_OWN)
+        )
     for path in paths:
         try:
-            content = (path / _MANIFEST).read_bytes()
+            content = (path / MANIFEST).read_bytes()
         except FileNotFoundError:
             if (path / BLOCKS).is_dir():
-                found.append(StoredIdentity(path, None, f"no {_MANIFEST}"))
+                found.append(StoredIdentity(path, None, f"no {MANIFEST}"))
             continue
         except OSError as error:
-            found.append(StoredIdentity(path, None, f"{_MANIFEST}: {error.strerror}"))
+            found.append(StoredIdentity(path, None, f"{MANIFEST}: {error.strerror}"))
             continue
         try:
-            described = manifest.read(content, str(path / _MANIFEST))
+            described = manifest.read(content, str(path / MANIFEST))
         except manifest.ManifestError as error:
             found.append(StoredIdentity(path, None, str(error)))
         else:

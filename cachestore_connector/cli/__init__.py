@@ -15,6 +15,11 @@ import click
 COMMANDS: dict[str, str] = {
     "doctor": "what is wrong with the settings, disks, memory and SGLang of this host",
     "ls": "the caches in a store: model, pages, bytes, last use",
+    "du": "what takes the space: bytes, files, inodes, and what is free",
+    "show": "all that is stored of one page, and whether it is right",
+    "verify": "read and check every block; --repair removes damaged ones",
+    "gc": "remove what stores that are gone have left",
+    "clear": "forget the blocks of a cache",
     "top": "a live view of the backends attached on this host",
 }
 

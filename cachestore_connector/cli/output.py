@@ -30,6 +30,10 @@ class Status(enum.IntEnum):
     FAILED = 3  # it could not be done
 
 
+class NobodyToAskError(CacheStoreError):
+    """Standard input is no terminal, or JSON is wanted, and there was no ``--yes``."""
+
+
 class Output:
     """Where a subcommand says what it found: to people, or as JSON."""
 
@@ -57,6 +61,16 @@ class Output:
             table.add_row(*row)
         self.console.print(table)
 
+    def must_be_able_to_ask(self, yes: bool) -> None:
+        """Raises `NobodyToAskError` where `agreed` could ask nobody, before any work is done."""
+        if not yes and (self.as_json or not sys.stdin.isatty()):
+            raise NobodyToAskError("there is nobody to ask whether to go on: say --yes")
+
+    def agreed(self, question: str, yes: bool) -> bool:
+        """Whether whoever is at the terminal agrees; ``yes``: they have already."""
+        self.must_be_able_to_ask(yes)
+        return yes or click.confirm(question, err=True)
+
     def result(self, value: Any) -> None:
         """What ``--json`` prints; nothing for people."""
         if self.as_json:
@@ -78,6 +92,9 @@ def command(*args: Any, **kwargs: Any) -> Callable[[Callable], click.Command]:
             except BrokenPipeError:  # as `| head` does
                 sys.stderr.close()
                 status = Status.OK
+            except (KeyboardInterrupt, click.Abort):
+                click.echo("cachestore: interrupted", err=True)
+                status = Status.FAILED
             except (CacheStoreError, OSError) as error:
                 if as_json:
                     click.echo(json.dumps({"error": str(error)}))
