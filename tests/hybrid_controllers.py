@@ -14,6 +14,7 @@ import threading
 import time
 from array import array
 
+import pytest
 import torch
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, SidecarPoolSpec
 from sglang.srt.mem_cache.hicache_storage import PoolTransferResult as Result
@@ -165,11 +166,13 @@ class Server:
     """One rank's tree, controller and pools of a kind of model. `published` settings are needed.
 
     ``seed``: of the bytes that are in its pools at first, and of the order of their free slots.
-    ``extra``: of our settings. ``prefix_keys``: whether SGLang tells what comes before a page.
+    ``rank``, ``size``: tensor-parallel ones, or with ``contexts`` context-parallel ones.
+    ``prefix_keys``: whether SGLang tells what comes before a page. ``prepare``: is given the pools.
+    ``extra``: of our settings.
     """
 
-    def __init__(self, name, root, *, seed, rank=0, size=1, prefix_keys=False, pages=PAGES,
-                 **extra):  # fmt: skip
+    def __init__(self, name, root, *, seed, rank=0, size=1, contexts=False, prefix_keys=False,
+                 pages=PAGES, prepare=_ignore, **extra):  # fmt: skip
         from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
         from sglang.srt.mem_cache.cache_init_params import CacheInitParams
         from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
@@ -185,6 +188,7 @@ class Server:
 
         self.pools = {"kv": make(stack.anchor, {})}
         self.pools |= {side.name: make(side.make, side.given) for side in stack.sides}
+        prepare(self.pools)
         self.pages = pages
         # The tree's components are the pools that have slots of their own.
         kinds = {"kv": ComponentType.FULL, SWA: ComponentType.SWA, MAMBA: ComponentType.MAMBA}
@@ -204,18 +208,32 @@ class Server:
         )
         extra = storage_config(root, extra=extra).extra_config
         extra |= {"prefetch_threshold": PAGE, "hicache_storage_pass_prefix_keys": prefix_keys}
-        self.place = {
-            "tp_rank": rank, "tp_size": size, "attn_tp_rank": rank, "attn_tp_size": size,
-            "moe_tp_size": size, "pp_rank": 0, "pp_size": 1, "attn_dcp_rank": 0, "attn_dcp_size": 1,
-        }  # fmt: skip
+        self._tensor_rank = (0, 1) if contexts else (rank, size)
+        self._context_rank = (rank, size) if contexts else (0, 1)
         self.extra_config = json.dumps(extra)
         told = get_memory().override(hicache_storage_backend_extra_config=self.extra_config)
-        with get_parallel().override(**self.place), told, _strategy(_Stack(self)):
+        with self._placed(), told, _strategy(_Stack(self)):
             self.tree = UnifiedRadixCache(params)
             self.tree.init_hicache(get_context().server_args, params)
         atexit.unregister(self.tree.shutdown)  # SGLang's, which would keep it
         self.controller = self.tree.cache_controller
         self._shuffle(seed)
+
+    @contextlib.contextmanager
+    def _placed(self):
+        """Where this rank is, as SGLang's process groups would say."""
+        from sglang.srt.managers.cache_controller import HiCacheController
+
+        (rank, size), (context, contexts) = self._tensor_rank, self._context_rank
+        place = {
+            "tp_rank": rank + context, "tp_size": size * contexts, "moe_tp_size": size * contexts,
+            "attn_tp_rank": rank, "attn_tp_size": size, "attn_cp_size": contexts,
+            "pp_rank": 0, "pp_size": 1, "attn_dcp_rank": 0, "attn_dcp_size": 1,
+        }  # fmt: skip
+        with get_parallel().override(**place), pytest.MonkeyPatch.context() as patch:
+            own = self._context_rank
+            patch.setattr(HiCacheController, "get_attn_cp_rank_and_size", lambda _: own)
+            yield
 
     def _shuffle(self, seed):
         generator = torch.Generator().manual_seed(seed)
@@ -367,7 +385,7 @@ class Server:
 
     def attach(self):
         """As SGLang's endpoint does it: whether it worked, and what it says."""
-        with get_parallel().override(**self.place):
+        with self._placed():
             return self.tree.attach_storage_backend("cachestore", self.extra_config, "served")
 
     def detach(self):

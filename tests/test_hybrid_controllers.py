@@ -240,6 +240,38 @@ def test_two_ranks(server, tmp_path, monkeypatch, name, first):
         assert not torch.equal(*parts)
 
 
+@pytest.mark.parametrize("split", [False, True], ids=["gathered", "layers split"])
+def test_two_context_ranks(server, tmp_path, monkeypatch, split):
+    """Pinned: with context parallelism one stores what all hold, and each its own layers.
+
+    SGLang itself has the first one store alone.
+    """
+
+    def layers_split(pools):
+        pools["kv"]._layer_shard_enabled = split
+        pools["indexer"].device_pool.layer_shard_enabled = split
+
+    def pair(seed):
+        return [
+            server("dsa", seed=seed + 50 * split * rank, rank=rank, size=2, contexts=True,
+                   prepare=layers_split)
+            for rank in range(2)
+        ]  # fmt: skip
+
+    writers = pair(11)
+    for rank in (1, 0):
+        done = writers[rank].store(SIX, ENDS)
+        stores = split or rank == 0
+        assert sum(operation.completed_tokens for operation in done) == stores * len(SIX)
+        counters_become([writers[rank].backend], dump_requested=stores * 2 * 6)
+        writers[rank].detach()
+    assert len(blocks(tmp_path)) == (1 + split) * 2 * 6
+    readers = joined(pair(111), monkeypatch)
+    assert prefetched(readers, SIX) == [len(SIX)] * 2
+    for reader, writer in zip(readers, writers, strict=True):
+        check(reader, writer, 6)
+
+
 @pytest.mark.parametrize("damage", [damage_bit, damage_gone])
 @pytest.mark.parametrize(
     ("name", "pool"), [("mla_hybrid", "mamba"), ("mla_hybrid", "draft"), ("minimax", "kv")]
