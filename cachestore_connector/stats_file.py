@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-VERSION = 1
+from .stats_reader import PREFIX, VERSION, started_at
+
 INTERVAL = 1.0  # seconds between two writes
 _ABANDONED = 600.0  # seconds without one
 _MOST = 1000  # files of one process at a time, or of processes that have the same number
@@ -25,19 +26,7 @@ _MOST = 1000  # files of one process at a time, or of processes that have the sa
 
 def directory_of(buffer_directory: str, uid: int) -> Path:
     """Where the files of a user are."""
-    return Path(buffer_directory) / f"cachestore-stats-{uid}"
-
-
-def process_start(pid: int) -> int | None:
-    """When a process began, in clock ticks since boot; None if there is none of that number.
-
-    Together with the number it names a process. Source: proc(5), field 22 of stat.
-    """
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-        return int(text.rpartition(")")[2].split()[19])
-    except (OSError, ValueError, IndexError):
-        return None
+    return Path(buffer_directory) / f"{PREFIX}{uid}"
 
 
 class StatsFile:
@@ -56,7 +45,7 @@ class StatsFile:
         self._fixed = {
             "version": VERSION,
             "pid": self._pid,
-            "pid_start": process_start(self._pid),
+            "pid_start": started_at(self._pid),
             "interval": INTERVAL,
             "started": time.time(),
         } | dict(fixed)
@@ -79,7 +68,7 @@ class StatsFile:
                 self._replace(directory, text.encode())
             self._failing = False
         except (OSError, ValueError, TypeError) as error:
-            if not self._failing:
+            if not self._failing and not self._closed:
                 self._failing = True
                 self._failed(f"{self._directory}: {error}")
         if self._closed:  # while this was writing
