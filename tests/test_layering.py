@@ -35,12 +35,12 @@ LAYERS = [
     {"leftovers", "verification"},
     {"block_check", "clearing"},
     {"disk_usage", "instances", "on_disk"},
-    {"stats_view"},
+    {"stats_view", "ucm_settings"},
     {"stats_reader"},
     {"manifest", "model_facts"},
     {"config", "guard", "identity", "pages", "prefix_links", "store", "throttle", "transfer_log"}
     | {"log_level", "prefix_hits", "ranks", "weights"},
-    {"_config_file", "_settings_table", "_ffi", "pool_tensors"},
+    {"_config_file", "_settings_table", "_ffi", "_ucm_keys", "pool_tensors"},
     {"_setting_types"},
     {"errors", "_native"},
 ]

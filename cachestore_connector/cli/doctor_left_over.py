@@ -117,7 +117,7 @@ def in_directory(root: str) -> list[Finding]:
         return []
     check = "left-over files"
     found = []
-    abandoned, trash, old, foreign = [], [], [], []
+    abandoned, trash, old, foreign, damaged = [], [], [], [], []
     for identity in on_disk.identities(root):
         try:
             abandoned += _abandoned(identity.path / "tmp")
@@ -125,6 +125,8 @@ def in_directory(root: str) -> list[Finding]:
         except PermissionError:
             foreign.append(identity.path)
             continue
+        if identity.problem:
+            damaged.append(identity.problem)
         version = identity.manifest and identity.manifest.identity.get("format_version")
         if isinstance(version, int) and version < FORMAT_VERSION:
             old.append(identity.path)
@@ -134,7 +136,7 @@ def in_directory(root: str) -> list[Finding]:
                 check,
                 f"{len(abandoned)} directories of temporary files whose writers are gone, such "
                 f"as {abandoned[0]}",
-                "nothing, if that model is served again: the next start removes them; else rm -r",
+                f"cachestore gc --store {root} (or the next start of that model) removes them",
             )
         )
     if trash:
@@ -142,7 +144,7 @@ def in_directory(root: str) -> list[Finding]:
             warn(
                 check,
                 f"{len(trash)} cleared directories that were never removed, such as {trash[0]}",
-                "rm -r them: whatever is in trash/ may go at any time",
+                f"cachestore gc --store {root} removes them",
             )
         )
     if old:
@@ -151,7 +153,15 @@ def in_directory(root: str) -> list[Finding]:
                 check,
                 f"{len(old)} caches of an earlier version, which nothing reads any more, such as "
                 f"{old[0]}",
-                "rm -r them, or leave them to eviction",
+                f"cachestore gc --store {root} removes them; so does eviction",
+            )
+        )
+    if damaged:
+        found.append(
+            warn(
+                check,
+                f"{len(damaged)} caches whose identity.json can't be used: {damaged[0]}",
+                "nothing for the server, which writes it anew; rm -r caches that nothing serves",
             )
         )
     if foreign:

@@ -7,24 +7,19 @@ import threading
 
 import pytest
 
+import stored_pages
 from cachestore_connector.cli import doctor_directories, doctor_left_over, doctor_space
 from cachestore_connector.cli.doctor_mounts import Mount, mount_of
 from cachestore_connector.config import load
 from cachestore_connector.store import Store
-from pages_of_bytes import Memory, block_ids
-from small_disks import mounted
+from stored_pages import small_disk
 
 GIB = 1 << 30
 
 
 def stored(options, pages):
     """A store in which so many pages lie; its directory."""
-    given = options()
-    store = Store(given)
-    memory = Memory(pages, list(given.tensor_sizes), seed=1)
-    store.dump(block_ids(pages), memory.addresses(), memory.lengths())
-    store.close()
-    return given.storage_backends[0]
+    return str(stored_pages.stored(options, stored_pages.keys(pages)))
 
 
 def config(*paths, **given):
@@ -56,25 +51,25 @@ def test_not_a_directory(tmp_path):
 
 def test_read_only(tmp_path):
     """Pinned: a mount that can only be read fails, in words of its own."""
-    with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "ro") as disk:
+    with small_disk(tmp_path / "disk", "ro") as disk:
         found = doctor_directories.usable(str(disk))
     assert found.level == "FAIL" and "mount it for writing" in found.do
 
 
 def test_full(tmp_path):
     """Pinned: a disk with no room left, and one with no inode left."""
-    with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "size=64k") as disk:
+    with small_disk(tmp_path / "disk", "size=64k") as disk:
         (disk / "big").write_bytes(bytes(65536))
         found = doctor_directories.usable(str(disk))
         assert found.level == "FAIL" and "posix_capacity_gb" in found.do
-    with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "size=8m,nr_inodes=50") as disk:
+    with small_disk(tmp_path / "disk", "size=8m,nr_inodes=50") as disk:
         found = doctor_space.checks(config(disk), 0, str(disk), str(disk))
         assert levels(found, "inodes") == ["FAIL"]
 
 
 def test_tmpfs_is_warned_of(tmp_path):
     """Pinned: blocks in memory are a mistake more often than not."""
-    with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "size=8m") as disk:
+    with small_disk(tmp_path / "disk", "size=8m") as disk:
         found = doctor_directories.checks(config(disk, posix_capacity_gb=1))
         assert levels(found, "file system") == ["WARN"]
         assert levels(found, "disk space") == ["FAIL"]  # 1 GiB of 8 MiB
@@ -238,6 +233,19 @@ def test_left_over_in_a_store(options):
     assert len(found) == 2
     assert "1 directories of temporary files" in whats[0] and "tmp/dead" in whats[0]
     assert "trash" in whats[1]
+
+
+def test_a_damaged_store(options):
+    """Pinned: a manifest that isn't one, and files that are no blocks, are said or passed by."""
+    root = stored(options, 2)
+    (identity,) = [each.path for each in doctor_left_over.on_disk.identities(root)]
+    (identity / "identity.json").write_bytes(b"\xff{")
+    (identity / "blocks" / "junk").write_text("x")
+    (identity / "tmp").rmdir()
+    (identity / "tmp").write_text("not a directory")
+    (found,) = doctor_left_over.in_directory(root)
+    assert found.level == "WARN" and "identity.json" in found.what
+    assert {each.level.value for each in doctor_directories.checks(config(root))} <= {"OK", "WARN"}
 
 
 def lock(file, first=0, count=0):

@@ -7,7 +7,7 @@ import pytest
 from cachestore_connector.cli import doctor_memory
 from cachestore_connector.cli.doctor_mounts import Mount
 from cachestore_connector.config import load
-from small_disks import mounted
+from stored_pages import small_disk
 
 GIB = 1 << 30
 
@@ -23,7 +23,7 @@ def shared(capacity_gb=None, **changed):
 
 def test_shared_memory_too_small(tmp_path):
     """Pinned: docker's 64 MB: a failure if a size is set, else a warning; both name --shm-size."""
-    with mounted(tmp_path / "shm", "-t", "tmpfs", "-o", "size=64m") as shm:
+    with small_disk(tmp_path / "shm", "size=64m") as shm:
         place = {"cache_buffer_directory": str(shm)}
         (found,) = doctor_memory.buffer(config(**place, cache_buffer_capacity_gb=1))
         assert found.level == "FAIL" and "--shm-size" in found.do
