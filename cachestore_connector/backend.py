@@ -362,6 +362,7 @@ class CacheStore(PoolCalls, FlatPages, HiCacheStorage):
                 for name, value in counters.items()
                 if value and name not in GAUGES
             )
+            self._throttle.tell_left_out()
             logger.info("CacheStore: closed; counted since attach: %s", said or "nothing")
         watched, self._watched = self._watched, []
         for pool in watched:

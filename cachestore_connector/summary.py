@@ -55,9 +55,10 @@ def _memory(
         return "no cache buffer: pages go from host memory to files"
     told = next((event.text for event in events if has(event)), f"{_BUFFER}{slots} slots")
     each = shard_size(config, pipeline, sum(pool.parts[0].tensor_sizes))
+    where = f"in {config.cache_buffer_directory}, " if "shared" in told else ""
     return (
-        f"{told}, {each} bytes each, in {config.cache_buffer_directory}; "
-        f"pages not stored yet take {config.cache_dirty_percent} % of it at most"
+        f"{told}; {where}{each} bytes a slot, {config.cache_dirty_percent} % of them at most with "
+        "what isn't in files yet"
     )
 
 
