@@ -23,9 +23,11 @@ _DIRECT: dict[bool | str, int] = {False: 0, True: 1, "required": 2}
 _VERIFY = {"always": 0, "sample": 1, "never": 2}
 _EVENT_TEXT_BYTES = 4096
 # A request for another pool than the first goes in pieces of this share of the queue, which find
-# room beside others; seconds between two tries.
+# room beside others.
 _SIDE_SHARE = 8
+# Seconds between two tries of what found the queue full: the first, and twice as long each time.
 _REFUSED_PAUSE = 0.005
+_LONGEST_REFUSED_PAUSE = 0.05
 
 # Of `Store.stats`: what is so now. All others only grow.
 GAUGES = frozenset({
@@ -199,9 +201,10 @@ class Store:
         memory must stay valid until this returns; it isn't written afterwards. ``parent_id``: the
         id of the block before the first one in its prefix, if it is known; a cache keeps what
         comes first longest. A request of more blocks than the queue is deep goes in pieces; one
-        that finds the queue full ends with `Code.REFUSED` for each of its blocks; of another pool
-        than 0 it waits for room first. Takes at most ``timeout_ms`` for each piece (twice that of
-        another pool), but for I/O on a local filesystem, which is waited for.
+        that finds the queue full ends with `Code.REFUSED` for each of its blocks; a load of
+        another pool than 0, and every dump, waits for room first. Takes at most ``timeout_ms`` for
+        each piece (twice that where it waits for room), but for I/O on a local filesystem, which
+        is waited for.
         """
         return self._transfer(lib.cs_load, block_ids, addresses, sizes, parent_id, pool)
 
@@ -261,17 +264,22 @@ class Store:
                     "pool": pool,
                 },
             )
-            results += self._run(start, batch, n)
+            results += self._run(start, batch, n, waits=pool != 0 or start is lib.cs_dump)
         return results
 
-    def _run(self, start: Any, batch: Any, n: int) -> list[int]:
+    def _run(self, start: Any, batch: Any, n: int, *, waits: bool) -> list[int]:
         deadline = time.monotonic() + self._options.timeout_ms / 1000
-        results = self._run_once(start, batch, n)
-        # What belongs to pages of pool 0 waits for room: behind a cache those are tried again, and
-        # they are of no use without it. All of a request is refused, or none.
-        while batch.pool and results[0] == Code.REFUSED and time.monotonic() < deadline:
-            time.sleep(_REFUSED_PAUSE)
-            results = self._run_once(start, batch, n)
+        results, pause = self._run_once(start, batch, n), _REFUSED_PAUSE
+        # A dump that is given up leaves the rest of its prefix unstored: behind a cache pages come
+        # faster than files are written. And a load of what belongs to pages of pool 0 is of no
+        # use to those without it.
+        while waits and Code.REFUSED in results and time.monotonic() < deadline:
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_REFUSED_PAUSE)
+            refused = [i for i, code in enumerate(results) if code == Code.REFUSED]
+            part, _kept = _part(batch, refused)
+            for i, code in zip(refused, self._run_once(start, part, len(refused)), strict=True):
+                results[i] = code
         return results
 
     def _run_once(self, start: Any, batch: Any, n: int) -> list[int]:
@@ -332,6 +340,28 @@ class Store:
 def crc32c(data: bytes, seed: int = 0) -> int:
     """The checksum of the block format (CRC-32C) of ``data`` after bytes whose sum is ``seed``."""
     return lib.cs_crc32c(seed, ffi.from_buffer(data), len(data))
+
+
+def _part(batch: Any, blocks: list[int]) -> tuple[Any, list[Any]]:
+    """Some of a cs_batch's blocks, as one of their own, and what its pointers point into."""
+    if len(blocks) == batch.n:
+        return batch, []
+    tensors = batch.m
+    ids = [batch.block_ids[BLOCK_ID_BYTES * i + b] for i in blocks for b in range(BLOCK_ID_BYTES)]
+    kept = [ffi.new("uint8_t[]", ids)] + [
+        ffi.new("uint64_t[]", [array[tensors * i + t] for i in blocks for t in range(tensors)])
+        for array in (batch.addresses, batch.sizes)
+    ]
+    fields = {
+        "n": len(blocks),
+        "block_ids": kept[0],
+        "m": tensors,
+        "addresses": kept[1],
+        "sizes": kept[2],
+        "parent_id": batch.parent_id if blocks[0] == 0 else ffi.NULL,
+        "pool": batch.pool,
+    }
+    return ffi.new("cs_batch *", fields), kept
 
 
 def _native_config(options: StoreOptions) -> tuple[Any, list[Any]]:

@@ -388,7 +388,7 @@ def test_pieces_follow_each_other(rank, monkeypatch):
     backend = rank(pool, cache_h2h_queue_depth=128)
     seen = []
 
-    def note(self, start, batch, n):
+    def note(self, start, batch, n, **_):
         parent = batch.parent_id
         seen.append(bytes(parent[0:16]) if parent else None)
         return [Code.OK] * n

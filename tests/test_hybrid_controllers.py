@@ -342,3 +342,16 @@ def test_a_draft_models_pool_that_comes_late(server):
     assert reader.prefetch(chain(1)) == 0
     assert reader.prefetch(SIX) == len(SIX)
     check(reader, writer, 6)
+
+
+@pytest.mark.parametrize(("depth", "pages"), [(128, 300)])
+@pytest.mark.parametrize("name", ["dsa", "deepseek_v4"])
+def test_a_node_longer_than_the_queue(server, name, depth, pages):
+    """Pinned: a node that is longer than the queue is stored whole."""
+    tokens = chain(1, pages)
+    given = {"pages": pages, "posix_queue_depth": depth, "cache_buffer_capacity_gb": 1 / 8}
+    writer = stored(server(name, seed=2, **given), tokens, [pages])
+    writer.detach()
+    reader = server(name, seed=102, **given)
+    assert reader.prefetch(tokens) == len(tokens)
+    check(reader, writer, pages, tokens)
