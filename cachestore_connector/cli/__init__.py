@@ -21,6 +21,7 @@ COMMANDS: dict[str, str] = {
     "gc": "remove what stores that are gone have left",
     "clear": "forget the blocks of a cache",
     "top": "a live view of the backends attached on this host",
+    "bench": "what this machine's disk and memory give, and when restoring pays",
     "migrate-config": "from a UCM configuration to settings of CacheStore",
 }
 

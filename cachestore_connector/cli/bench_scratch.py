@@ -1,0 +1,138 @@
+"""Where `cachestore bench` writes: directories of its own, which are gone afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator, Sequence
+
+from ..errors import CacheStoreError
+from . import output
+
+PREFIX = ".cachestore-bench-"
+_IN_MEMORY = ("tmpfs", "ramfs")
+_CGROUP = pathlib.Path("/sys/fs/cgroup")  # as seen in a container: its own
+
+
+class NoRoomError(CacheStoreError):
+    """What would be written doesn't fit."""
+
+
+@contextlib.contextmanager
+def scratch(parents: Sequence[str]) -> Iterator[list[str]]:
+    """A new directory in each, removed with the block, also after Ctrl-C, SIGTERM and SIGHUP.
+
+    Raises OSError for one that isn't there or can't be written. Only for the main thread.
+    """
+    made: list[str] = []
+
+    def leave(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        for parent in parents:
+            made.append(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+        yield made
+    finally:
+        # A second Ctrl-C is no reason to leave half of it behind.
+        interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for number in before:
+            signal.signal(number, signal.SIG_IGN)
+        for path in made:
+            shutil.rmtree(path, ignore_errors=True)
+        for number, handler in (*before.items(), (signal.SIGINT, interrupt)):
+            signal.signal(number, handler)
+
+
+def lack_of_room(directory: str, needed: int) -> str | None:
+    """Why so many bytes don't fit there, if they don't."""
+    status = os.statvfs(directory)
+    free = status.f_bavail * status.f_frsize
+    if free >= needed:
+        return None
+    return (
+        f"{directory} has {output.amount(free)} free, and {output.amount(needed)} are needed: "
+        "say a smaller --size"
+    )
+
+
+def lack_of_memory(needed: int) -> str | None:
+    """Why so many bytes of memory can't be had, if they can't."""
+    with open("/proc/meminfo") as file:
+        found = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in file}
+    free = found["MemAvailable"]
+    with contextlib.suppress(OSError, ValueError):  # no cgroup v2, or "max": no limit
+        limit, used = (
+            int((_CGROUP / name).read_text()) for name in ("memory.max", "memory.current")
+        )
+        free = min(free, limit - used)
+    if free >= needed:
+        return None
+    return (
+        f"{output.amount(free)} of memory are free, and {output.amount(needed)} are needed: "
+        "say a smaller --size, or fewer --processes"
+    )
+
+
+def filesystem(path: str) -> str:
+    """The type of the file system that a path is on, as the kernel names it."""
+    device = os.stat(path).st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    with open("/proc/self/mountinfo") as file:
+        for line in file:
+            fields = line.split()
+            if fields[2] == wanted:
+                return fields[fields.index("-") + 1]
+    # Of btrfs and others, whose directories have devices of their own.
+    best, kind = "", "unknown"
+    with open("/proc/self/mountinfo") as file:
+        for line in file:
+            fields = line.split()
+            point = fields[4].encode().decode("unicode_escape")
+            inside = os.path.commonpath([point, os.path.realpath(path)]) == point
+            if inside and len(point) >= len(best):
+                best, kind = point, fields[fields.index("-") + 1]
+    return kind
+
+
+def is_in_memory(kind: str) -> bool:
+    """Whether files there never leave memory."""
+    return kind in _IN_MEMORY
+
+
+def files(directories: Sequence[str]) -> list[str]:
+    """All files below."""
+    return [
+        os.path.join(parent, name)
+        for directory in directories
+        for parent, _, names in os.walk(directory)
+        for name in names
+    ]
+
+
+def sync(paths: Sequence[str]) -> None:
+    """Have the disk store them."""
+    for path in paths:
+        with _opened(path) as file:
+            os.fsync(file)
+
+
+def forget(paths: Sequence[str]) -> None:
+    """Have the kernel forget what it keeps of them in memory, once they are stored."""
+    for path in paths:
+        with _opened(path) as file:
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+@contextlib.contextmanager
+def _opened(path: str) -> Iterator[int]:
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        yield file
+    finally:
+        os.close(file)
