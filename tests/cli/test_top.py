@@ -403,3 +403,26 @@ def test_interrupted_in_a_terminal(files):
     terminal.until(b"llama-3")
     terminal.process.send_signal(2)
     assert terminal.end() == 0
+
+
+def test_beside_attached_backends(attach, tmp_path):
+    """Pinned: two ranks with one buffer: their own counters, exactly; its slots once."""
+    import host_pools
+    from backends import counters_become, keys
+
+    pool = host_pools.mla_pool(fill=1)
+    ranks = [attach(pool, is_mla=True, tp_rank=rank, tp_size=2) for rank in range(2)]
+    assert all(ranks[0].batch_set_v1(keys(3), host_pools.indices(pool, range(3))))
+    for backend in ranks:
+        backend.batch_get_v1(keys(4), host_pools.indices(pool, range(4)))
+    counters_become(ranks, cache_stored=3, load_ok=6, load_absent=2, cache_slots_dirty=0)
+    words = ["top", "--json", "--directory", str(tmp_path)]
+    done = CliRunner().invoke(main, words)
+    view = json.loads(done.stdout)
+    assert [each["counters"] for each in view["backends"]] == [r.counters() for r in ranks]
+    assert [each["state"] for each in view["backends"]] == ["live"] * 2
+    assert [each["ranks"]["tp_rank"] for each in view["backends"]] == [0, 1]
+    slots = view["backends"][0]["slots"]
+    assert view["total"]["slots"] == slots and slots["ready"] >= 3
+    assert view["total"]["hit_rates"]["since_attach"]["cache"] == pytest.approx(6 / 8)
+    assert view["total"]["counters"]["load_ok"] == 6
