@@ -35,7 +35,7 @@ LAYERS = [
     {"leftovers", "verification"},
     {"block_check", "clearing"},
     {"disk_usage", "instances", "on_disk"},
-    {"stats_view", "ucm_settings"},
+    {"settings_page", "stats_view", "ucm_settings"},
     {"stats_reader"},
     {"manifest", "model_facts"},
     {"config", "guard", "identity", "pages", "prefix_links", "store", "throttle", "transfer_log"}
