@@ -76,7 +76,7 @@ def identities(root: str | Path) -> list[StoredIdentity]:
             found.append(StoredIdentity(path, None, f"{MANIFEST}: {error.strerror}"))
             continue
         try:
-            described = manifest.read(content, str(path / MANIFEST))
+            described = manifest.read(content, MANIFEST)
         except manifest.ManifestError as error:
             found.append(StoredIdentity(path, None, str(error)))
         else:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import pty
 import subprocess
 import sys
 import tempfile
@@ -117,3 +118,30 @@ def small_disk(path, *options):
         yield path
     finally:
         subprocess.run(["umount", "--lazy", str(path)], check=True)
+
+
+def on_a_terminal(*words, answer=b""):
+    """`cachestore` with these words in a terminal of 80 columns: (exit status, what it printed).
+
+    ``answer`` is typed when it asks.
+    """
+    code = "import sys; from cachestore_connector.cli import main; main(sys.argv[1:])"
+    environment = os.environ | {"COLUMNS": "80", "TERM": "xterm"}
+    mine, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-c", code, *map(str, words)],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env=environment,
+    )
+    os.close(theirs)
+    said, answered = b"", False
+    with contextlib.suppress(OSError):  # the other end is closed
+        while part := os.read(mine, 4096):
+            said += part
+            if not answered and b"[y/N]" in said:
+                os.write(mine, answer)
+                answered = True
+    os.close(mine)
+    return process.wait(20), said.decode()

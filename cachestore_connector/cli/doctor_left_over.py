@@ -126,7 +126,7 @@ def in_directory(root: str) -> list[Finding]:
             foreign.append(identity.path)
             continue
         if identity.problem:
-            damaged.append(identity.problem)
+            damaged.append(f"{identity.path}: {identity.problem}")
         version = identity.manifest and identity.manifest.identity.get("format_version")
         if isinstance(version, int) and version < FORMAT_VERSION:
             old.append(identity.path)

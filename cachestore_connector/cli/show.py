@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +28,19 @@ def show(
     """Say where a page is, part by part, and whether each part is right.
 
     KEY is SGLang's page key (64 hex digits), a block id (32), or the path of a block file. A page
-    has a part in the directory of each rank and pool that holds other bytes. Exit status 1 if
-    nothing is stored, or something isn't right.
+    has a part in the directory of each rank and pool that holds other bytes; of a pool with
+    windows, not every page has one. Exit status 1 if nothing is stored, or something isn't right.
     """
     wanted, roots = _wanted(key, stores, config_path)
     checker = Checker()
-    parts = [
-        _described(root, identity, block, checker)
-        for root in roots
-        for identity, block in _places(root, wanted)
-    ]
+    found = [(root, identity) for root in roots for identity in on_disk.identities(root)]
+    parts, unsure = [], []
+    for root, identity in found:
+        block_id = _block_id(identity, wanted)
+        if block_id is None:
+            unsure.append({"path": str(identity.path), "problem": identity.problem})
+        else:
+            parts.append(_described(root, identity, block_id, checker))
     stored = [part for part in parts if part["state"] != "absent"]
     # Of several directories a block lies in one; of a cache that has it somewhere, the other
     # identities are said to lack it.
@@ -54,7 +56,9 @@ def show(
         _show(out, shown)
     else:
         out.line("nothing of that page is stored")
-    out.result(shown)
+    for each in unsure:
+        out.line(f"not looked at: {each['path']}: {each['problem']}")
+    out.result({"parts": shown, "not_looked_at": unsure})
     right = stored and all(part["state"] == State.RIGHT.value for part in stored)
     return output.Status.OK if right else output.Status.FOUND
 
@@ -76,22 +80,19 @@ def _wanted(key: str, stores: tuple[str, ...], config_path: str | None) -> tuple
     return path.name, [str(path.parents[3])]  # <root>/<identity>/blocks/abc/abc...
 
 
-def _places(root: str, wanted: str) -> Iterator[tuple[on_disk.StoredIdentity, Path]]:
-    """Where each identity would have a part of the page."""
-    for identity in on_disk.identities(root):
-        block_id = wanted
-        if len(wanted) == 64:
-            family = identity.manifest and identity.manifest.identity.get("family")
-            if not family:
-                continue
-            block_id = identities.block_id(family, wanted).hex()
-        yield identity, identity.path / on_disk.BLOCKS / block_id[:3] / block_id
+def _block_id(identity: on_disk.StoredIdentity, wanted: str) -> str | None:
+    """The page's in this identity; None where its family isn't known."""
+    if len(wanted) == 32:
+        return wanted
+    family = identity.manifest and identity.manifest.identity.get("family")
+    return identities.block_id(family, wanted).hex() if family else None
 
 
 def _described(
-    root: str, identity: on_disk.StoredIdentity, path: Path, checker: Checker
+    root: str, identity: on_disk.StoredIdentity, block_id: str, checker: Checker
 ) -> dict[str, Any]:
     parts = identity.manifest.identity if identity.manifest is not None else {}
+    path = identity.path / on_disk.BLOCKS / block_id[:3] / block_id
     checked = checker.check(path, identity.manifest)
     used = None
     if checked.state is not State.GONE:
@@ -99,6 +100,8 @@ def _described(
             used = datetime.datetime.fromtimestamp(path.lstat().st_mtime, datetime.timezone.utc)
         except FileNotFoundError:
             checked = dataclasses.replace(checked, state=State.GONE)
+        except OSError:
+            pass  # said by its state
     return {
         "root": root,
         "identity": identity.name,
@@ -157,6 +160,16 @@ def _this_boot() -> str:
 
 
 def _show(out: output.Output, parts: list[dict[str, Any]]) -> None:
+    caches: dict[str, list[dict[str, Any]]] = {}
+    for part in parts:
+        name = part["identity"]
+        caches.setdefault(name.rpartition(".")[0] or name, []).append(part)
+    for cache, members in sorted(caches.items()):
+        out.line(cache)
+        _show_cache(out, members)
+
+
+def _show_cache(out: output.Output, parts: list[dict[str, Any]]) -> None:
     rows = []
     for part in parts:
         ranks = ", ".join(f"{kind} {rank}" for kind, rank in part["ranks"].items())

@@ -2,7 +2,6 @@
 
 import json
 import os
-import pty
 import signal
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from stored_pages import (
     given,
     identity,
     keys,
+    on_a_terminal,
     open_place,
     small_disk,
     stored,
@@ -233,23 +233,11 @@ def test_on_a_terminal(options):
     root = stored(options, keys(30))
     bad = blocks(root)[0]
     flip(bad)
+    words = ("verify", "--store", root, "--rate-limit", "0.6", "--repair")
     for answer, left in ((b"n\n", 30), (b"y\n", 29)):
-        mine, theirs = pty.openpty()
-        words = ("--rate-limit", "0.6", "--repair")
-        process = start(root, *words, stdin=theirs, stdout=theirs, stderr=theirs)
-        os.close(theirs)
-        said = b""
-        while b"[y/N]" not in said:
-            said += os.read(mine, 4096)
-        os.write(mine, answer)
-        try:
-            while part := os.read(mine, 4096):
-                said += part
-        except OSError:
-            pass  # the other end is closed
-        os.close(mine)
-        assert process.wait(20) == 1
-        assert "/s" in said.decode() and "0:00:0" in said.decode() and "%" in said.decode()
+        status, said = on_a_terminal(*words, answer=answer)
+        assert status == 1
+        assert "/s" in said and "0:00:0" in said and "%" in said
         assert len(blocks(root)) == left
 
 
