@@ -268,3 +268,12 @@ def values(kind: str, stats: Stats) -> Iterator[tuple[Metric, tuple[str, ...], i
         if metric.kind == kind:
             for label, read in metric.read.items():
                 yield metric, (label,) if metric.labels else (), read(stats)
+
+
+def markdown() -> str:
+    """All of them for docs/metrics.md."""
+    lines = ["| metric | kind | labels | |", "| --- | --- | --- | --- |"]
+    for metric in TABLE:
+        labels = ", ".join(f"`{label}`" for label in metric.labels)
+        lines.append(f"| `{metric.name}` | {metric.kind} | {labels} | {metric.text} |")
+    return "\n".join(lines) + "\n"
