@@ -53,6 +53,7 @@ def doctor(out: output.Output, config_path: str | None, no_sglang: bool) -> outp
         if doctor_config.uses_cache(config) and config.share_buffer_enable:
             say(doctor_left_over.segments(config.cache_buffer_directory))
         say([doctor_memory.locked_memory(), doctor_memory.open_files(config)])
+        say([doctor_memory.file_size()])
         say(doctor_memory.numa(config))
         say([doctor_memory.huge_pages(config)])
     say([doctor_sglang.native(), doctor_sglang.entry_point()] if no_sglang else [])

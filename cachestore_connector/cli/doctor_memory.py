@@ -192,6 +192,21 @@ def open_files(config: settings.Config, limits: tuple[int, int] | None = None) -
     return warn(check, f"{what}: enough for CacheStore ({wanted} at most)", raise_it)
 
 
+def file_size(limit: int | None = None) -> Finding:
+    """The limit of a file's size; bytes, -1 without one."""
+    check = "file size"
+    if limit is None:
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if limit == resource.RLIM_INFINITY:
+        return ok(check, "no limit")
+    return warn(
+        check,
+        f"limit {output.amount(limit)}: pages larger than that aren't stored (NO_SPACE), and a "
+        "larger buffer can't be made",
+        "ulimit -f unlimited",
+    )
+
+
 def numa(
     config: settings.Config, allowed: set[int] | None = None, system: str = "/sys/devices/system"
 ) -> list[Finding]:

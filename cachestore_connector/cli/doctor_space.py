@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import os
+from pathlib import Path
 
 from .. import config as settings
 from .. import on_disk
 from . import output
 from .doctor_finding import Finding, fail, ok, warn
+from .doctor_left_over import is_locked
 from .doctor_mounts import nearest
 
 _GIB = 1 << 30
@@ -50,18 +52,55 @@ def checks(config: settings.Config, index: int, path: str, there: str) -> list[F
             bytes_to_come=max(0, (capacity or used + system.f_bavail * system.f_frsize) - used),
             file_size=used // files if files else _PAGE,
         ),
+        *limits_agree(path, config, capacity or 0, reserve),
+    ]
+
+
+def _state(path: str) -> dict[str, int]:
+    """What the collector says of a directory; empty if there is none."""
+    try:
+        with open(os.path.join(path, "collector", "state"), encoding="ascii") as file:
+            lines = [line.split() for line in file]
+        return {fields[0]: int(fields[1]) for fields in lines if len(fields) == 2}
+    except (OSError, ValueError):
+        return {}
+
+
+def limits_agree(path: str, config: settings.Config, capacity: int, reserve: int) -> list[Finding]:
+    """Whether who evicts there now does it by the same limits as these."""
+    try:
+        if not is_locked(Path(path, "collector", "lock")):
+            return []
+    except OSError:
+        return []
+    state = _state(path)
+    ours = {
+        "capacity": capacity,
+        "free_space_reserve": reserve,
+        "high_watermark_percent": config.posix_high_watermark_percent,
+        "low_watermark_percent": config.posix_low_watermark_percent,
+    }
+    differ = [
+        f"{name} {state[name]:,}, not {value:,}"
+        for name, value in ours.items()
+        if state.get(name, value) != value
+    ]
+    if not differ:
+        return []
+    return [
+        warn(
+            "eviction",
+            f"{path}: a running server evicts there by other limits: {'; '.join(differ)}",
+            "give the same posix_ limits to every server that uses the directory",
+        )
     ]
 
 
 def stored(path: str) -> tuple[int, int, bool]:
     """(bytes, files) of blocks in a directory, and whether they are all."""
-    try:
-        with open(os.path.join(path, "collector", "state"), encoding="ascii") as file:
-            lines = [line.split() for line in file]
-        values = {fields[0]: int(fields[1]) for fields in lines if len(fields) == 2}
-        return values["used"], values["files"], True
-    except (OSError, ValueError, KeyError):
-        pass
+    state = _state(path)
+    if "used" in state and "files" in state:
+        return state["used"], state["files"], True
     try:
         every = (block.size for each in on_disk.identities(path) for block in on_disk.blocks(each))
         sizes = list(itertools.islice(every, _COUNTED))

@@ -4,6 +4,7 @@ import fcntl
 import os
 import struct
 import threading
+import time
 
 import pytest
 
@@ -193,6 +194,36 @@ def test_what_the_collector_says_is_used(tmp_path):
     assert doctor_space.stored(str(tmp_path)) == (4096, 1, True)
     state.write_text("used much\n")
     assert doctor_space.stored(str(tmp_path)) == (0, 0, True)
+
+
+def test_other_limits(options):
+    """Pinned: what a running store evicts by is compared; nobody's state is history."""
+    which = stored_pages.identity()
+    given = stored_pages.given(options, which, posix_capacities=[GIB])
+    (root,) = given.storage_backends
+    store = Store(given)
+    try:
+        stored_pages.dump(store, which, stored_pages.keys(2))
+        bounded(lambda: os.path.exists(os.path.join(root, "collector", "state")))
+
+        def said(**limits):
+            found = doctor_directories.checks(config(root, **limits))
+            return [each.what for each in found if each.check == "eviction"]
+
+        assert said(posix_capacity_gb=1) == []
+        (other,) = said(posix_capacity_gb=2, posix_low_watermark_percent=50)
+        assert f"capacity {GIB:,}, not {2 * GIB:,}" in other and "low_watermark" in other
+    finally:
+        store.close()
+    assert said(posix_capacity_gb=2) == []
+
+
+def bounded(true):
+    """Wait until it is so, for ten seconds at most."""
+    end = time.monotonic() + 10
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def test_too_few_inodes():

@@ -98,6 +98,12 @@ def test_open_files():
     assert doctor_memory.open_files(wide, (1024, 4096)).level == "FAIL"
 
 
+def test_file_size():
+    """Pinned: a limit of a file's size is one of what can be stored."""
+    assert doctor_memory.file_size(resource.RLIM_INFINITY).level == "OK"
+    assert doctor_memory.file_size(1 << 20).level == "WARN"
+
+
 def nodes(tmp_path, count, balancing="0"):
     system = tmp_path / "sys" / "devices" / "system"
     for number in range(count):
