@@ -9,6 +9,8 @@ from .opening import shard_size, space
 from .pools import Pool
 from .store import Event
 
+PREFIX = "CacheStore: "  # of every line, so that a search finds them all
+
 _BUFFER = "cache buffer: "  # how the store begins to tell of it
 
 
@@ -34,12 +36,13 @@ def of_attach(
     events: Sequence[Event],
 ) -> str:
     """One line each. ``pools``: all, the store's first one first. ``stats``, ``events``: of it."""
-    return "\n  ".join([
+    lines = [
         f"pipeline {pipeline} ({reason})",
         *map(of_pool, pools),
         f"memory: {_memory(pipeline, pools[0], config, stats, events)}",
         f"directories: {_directories(config, stats)}; {space(config)}",
-    ])  # fmt: skip
+    ]
+    return f"\n{PREFIX}  ".join(lines)
 
 
 def has(event: Event) -> bool:

@@ -101,7 +101,9 @@ def test_an_attach_is_one_record(attach, caplog, tmp_path):
     with caplog.at_level(logging.INFO, "cachestore"):
         backend = attach(host_pools.mla_pool(), is_mla=True, extra={"posix_capacity_gb": 2})
     (record,) = caplog.records
-    pipeline, pool, memory, directories = record.message.splitlines()
+    lines = record.message.splitlines()
+    assert all(line.startswith("CacheStore: ") for line in lines)
+    pipeline, pool, memory, directories = lines
     assert pipeline.startswith("CacheStore: pipeline Cache|Posix (store_pipeline is not set")
     assert backend.identity.directory_name in pool and "pages of 16 tokens" in pool
     assert "MLATokenToKVPoolHost" in pool and "bytes in" in pool and "page_first_direct" in pool
