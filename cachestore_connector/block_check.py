@@ -239,10 +239,10 @@ class Checker:
 
     def _read(self, fd: int, offset: int, size: int) -> memoryview:
         """So many bytes, at most `_CHUNK`; they are there until the next call of this thread."""
-        if self._stopped.is_set():
-            raise Stopped
         if self._limit is not None:
             self._limit.take(size)
+        if self._stopped.is_set():
+            raise Stopped
         buffer = getattr(self._local, "buffer", None)
         if buffer is None:  # mapped memory is aligned, as O_DIRECT wants it
             buffer = self._local.buffer = memoryview(mmap.mmap(-1, _CHUNK))

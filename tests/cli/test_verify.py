@@ -134,7 +134,7 @@ def test_someone_elses_store(options):
         assert [each["problem"] for each in result["not_checked"]] == ["Permission denied"]
 
 
-def test_on_a_full_disk(options, tmp_path):
+def test_on_a_full_disk(options, tmp_path, monkeypatch):
     """Pinned: the state can't be kept, which is said once; damage is found and removed."""
     with small_disk(tmp_path / "disk", "size=1m") as disk:
         root = stored(options, keys(20), storage_backends=[str(disk / "store")])
@@ -144,9 +144,12 @@ def test_on_a_full_disk(options, tmp_path):
                     file.write(bytes(size))
                     file.flush()
         flip_in_place(blocks(root)[3])
+        monkeypatch.setattr("cachestore_connector.cli.verify._SAVE_SECONDS", 0)
         done = run("--store", root, "--repair", "--yes")
         assert done.exit_code == 1, done.output
         assert "1 removed" in done.stdout
+        assert done.stderr.count("can't be resumed") == 1 and "No space" in done.stderr
+        assert not [path for path in root.iterdir() if path.name.startswith(".verify")]
         assert len(blocks(root)) == 19
 
 
