@@ -243,6 +243,20 @@ def test_a_mount_that_hangs(tmp_path, monkeypatch):
     assert found.level == "FAIL" and "no answer" in found.what
 
 
+def test_a_directory_that_fails(tmp_path, monkeypatch):
+    """Pinned: an error of the disk is a finding; a mistake of ours isn't taken for one."""
+
+    def fails(_):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(doctor_directories, "usable", fails)
+    (found,) = doctor_directories.checks(config(tmp_path))
+    assert found.level == "FAIL" and "Input/output error" in found.what
+    monkeypatch.setattr(doctor_directories, "usable", lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        doctor_directories.checks(config(tmp_path))
+
+
 def test_left_over_in_a_store(options):
     """Pinned: what a killed writer left is told from what a live one has, by its lock."""
     root = stored(options, 1)

@@ -48,7 +48,7 @@ def test_shared_memory_that_is_none(tmp_path):
 def test_shared_buffer():
     """Pinned: the size beside the tmpfs's room, and beside what memory the container has."""
     assert shared(100).level == "OK"
-    assert shared(191).level == "FAIL"
+    assert shared(191, available=None).level == "FAIL"
     assert shared(160).level == "FAIL"  # the memory limit
     assert shared(160, available=None).level == "OK"
     assert shared(None).level == "WARN"
