@@ -200,12 +200,16 @@ def test_times_and_wear(sizing, page_bytes):
 
 
 def modes(top):
-    """(directories, files) below, by mode."""
+    """(directories, files) below, by mode; what is gone meanwhile is left out."""
     directories, files = {}, {}
-    for path in [Path(top), *Path(top).rglob("*")]:
-        info = path.lstat()
-        kind = directories if stat.S_ISDIR(info.st_mode) else files
-        kind.setdefault(stat.S_IMODE(info.st_mode), []).append(path)
+    for place, _, names in os.walk(top):
+        for path in (place, *(os.path.join(place, name) for name in names)):
+            try:
+                info = os.lstat(path)
+            except FileNotFoundError:
+                continue
+            kind = directories if stat.S_ISDIR(info.st_mode) else files
+            kind.setdefault(stat.S_IMODE(info.st_mode), []).append(Path(path))
     return directories, files
 
 
