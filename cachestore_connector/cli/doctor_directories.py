@@ -164,7 +164,8 @@ def file_system(path: str, mount: Mount | None, zero_copy: str) -> Finding:
             f"mount a volume at it (docker run -v /nvme/kv:{path})",
         )
     if mount.is_local:
-        return ok(check, f"{what}: local; file I/O goes straight into and out of host pages")
+        how = "through buffers" if zero_copy == "never" else "straight into and out of host pages"
+        return ok(check, f"{what}: local; file I/O goes {how}")
     if zero_copy == "always":
         return warn(
             check,

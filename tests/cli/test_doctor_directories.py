@@ -104,7 +104,8 @@ def test_everybody_may_write(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "options", "zero_copy", "level", "part"),
     [
-        ("ext4", "rw", "auto", "OK", "local"),
+        ("ext4", "rw", "auto", "OK", "straight"),
+        ("ext4", "rw", "never", "OK", "through buffers"),
         ("overlay", "rw", "auto", "WARN", "docker run -v"),
         ("nfs4", "rw,hard", "auto", "OK", "network file system"),
         ("nfs", "rw,nolock", "auto", "WARN", "nolock"),
