@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import pathlib
 import shutil
 import signal
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 
 from ..errors import CacheStoreError
 from . import output
 
 PREFIX = ".cachestore-bench-"
+_JUST_MADE = 60.0  # seconds
 _IN_MEMORY = ("tmpfs", "ramfs")
 _CGROUP = pathlib.Path("/sys/fs/cgroup")  # as seen in a container: its own
 
@@ -26,9 +29,11 @@ class NoRoomError(CacheStoreError):
 def scratch(parents: Sequence[str]) -> Iterator[list[str]]:
     """A new directory in each, removed with the block, also after Ctrl-C, SIGTERM and SIGHUP.
 
+    What a killed process has left there is removed first.
     Raises OSError for one that isn't there or can't be written. Only for the main thread.
     """
     made: list[str] = []
+    held: list[int] = []
 
     def leave(number: int, _: object) -> None:
         raise SystemExit(128 + number)
@@ -36,7 +41,11 @@ def scratch(parents: Sequence[str]) -> Iterator[list[str]]:
     before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         for parent in parents:
+            _remove_abandoned(parent)
             made.append(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+            held.append(os.open(made[-1], os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(held[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield made
     finally:
         # A second Ctrl-C is no reason to leave half of it behind.
@@ -45,8 +54,27 @@ def scratch(parents: Sequence[str]) -> Iterator[list[str]]:
             signal.signal(number, signal.SIG_IGN)
         for path in made:
             shutil.rmtree(path, ignore_errors=True)
+        for directory in held:
+            os.close(directory)
         for number, handler in (*before.items(), (signal.SIGINT, interrupt)):
             signal.signal(number, handler)
+
+
+def _remove_abandoned(parent: str) -> None:
+    """Those of this user that nobody holds any more."""
+    with os.scandir(parent) as entries:
+        left = [entry.path for entry in entries if entry.name.startswith(PREFIX)]
+    for path in left:
+        with contextlib.suppress(OSError):
+            directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                info = os.fstat(directory)
+                # One just made may not be held yet.
+                if info.st_uid == os.geteuid() and time.time() - info.st_mtime > _JUST_MADE:
+                    fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(directory)
 
 
 def lack_of_room(directory: str, needed: int) -> str | None:

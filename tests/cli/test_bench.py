@@ -171,6 +171,23 @@ def test_interrupted(run, shm, number, status):
     assert os.listdir(run.store) == [] == os.listdir(shm)
 
 
+def test_what_a_killed_one_has_left_is_removed(tmp_path):
+    """Pinned: by the next one; what another holds, or has just made, stays."""
+    with bench_scratch.scratch([str(tmp_path)]) as (held,):
+        left, fresh, other = (
+            tmp_path / (bench_scratch.PREFIX + "left"),
+            tmp_path / (bench_scratch.PREFIX + "fresh"),
+            tmp_path / "other",
+        )
+        for path in (left, fresh, other):
+            (path / "store").mkdir(parents=True)
+        for path in (held, left, other):
+            os.utime(path, (1, 1))
+        with bench_scratch.scratch([str(tmp_path)]) as (second,):
+            assert {*tmp_path.iterdir()} == {Path(held), Path(second), fresh, other}
+    assert {*tmp_path.iterdir()} == {fresh, other}
+
+
 def test_no_such_directory(run, tmp_path):
     """Pinned: it isn't made, and is named."""
     done = run(*SMALL, home=tmp_path / "none")
