@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import threading
 from collections.abc import Sequence
 
@@ -33,15 +34,14 @@ FIELDS = (
 
 def results_of(move: str, codes: Sequence[int]) -> dict[str, int]:
     """How many of the pages of a batch ended in which way. ``codes``: one `Code` a page."""
-    done = codes.count(Code.OK)
-    if done == len(codes):
-        return {"ok": done}
+    if codes.count(Code.OK) == len(codes):  # as most are
+        return {"ok": len(codes)}
     counts: dict[str, int] = {}
-    for code in codes:
+    for code, count in collections.Counter(codes).items():
         result = _RESULTS.get(code, "failed")
         if result not in RESULTS[move]:
             result = "failed"
-        counts[result] = counts.get(result, 0) + 1
+        counts[result] = counts.get(result, 0) + count
     return counts
 
 
