@@ -34,13 +34,19 @@ CONVERTED = (
     "posix_gc_recycle_percent",
 )
 
+#: Older names.
+ALIASES = {"use_direct": "io_direct"}
+
+#: How keys of stores that aren't files begin.
+OTHER_STORES = ("yuanrong_",)
+
 #: SGLang's keys that name UCM's class to its dynamic backend.
 DYNAMIC_KEYS = ("backend_name", "module_path", "class_name", "interface_v1")
 
 _VLLM = "of UCM's vLLM connector; SGLang's HiCache decides that"
 _GC = "eviction needs no setting for that: the blocks used longest ago go, of all directories"
 _HEALTH = "a failing directory is taken out of use, probed and brought back by itself"
-_OTHER_STORE = "of a store that isn't files in a directory"
+OTHER_STORE = "of a store that isn't files in a directory"
 
 #: Why there is no counterpart.
 NO_COUNTERPART: dict[str, str] = {
@@ -60,14 +66,14 @@ NO_COUNTERPART: dict[str, str] = {
     "posix_gc_precise_mode": _GC,
     "store_health": _HEALTH,
     "shard_data_dir": "files are always spread over 4096 directories",
-    "use_direct": "an older name of io_direct; set that",
-    "local_hostname": _OTHER_STORE,
-    "master_server_address": _OTHER_STORE,
-    "metadata_server": _OTHER_STORE,
-    "protocol": _OTHER_STORE,
-    "global_segment_size_gb": _OTHER_STORE,
-    "replica_num": _OTHER_STORE,
-    "share_buffer_capacity_gb": _OTHER_STORE,
+    "buffer_number": "transfers need no buffers of a fixed number",
+    "local_hostname": OTHER_STORE,
+    "master_server_address": OTHER_STORE,
+    "metadata_server": OTHER_STORE,
+    "protocol": OTHER_STORE,
+    "global_segment_size_gb": OTHER_STORE,
+    "replica_num": OTHER_STORE,
+    "share_buffer_capacity_gb": OTHER_STORE,
     "use_layerwise": _VLLM,
     "enable_event_sync": _VLLM,
     "wa_dump_block_wise": _VLLM,

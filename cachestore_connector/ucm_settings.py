@@ -18,16 +18,20 @@ import yaml
 from . import config as settings
 from ._config_file import _yaml_reason
 from ._ucm_keys import (
+    ALIASES,
     CONVERTED,
     DEVICE_PATHS,
     DYNAMIC_KEYS,
     FILLED_IN,
     NO_COUNTERPART,
+    OTHER_STORE,
+    OTHER_STORES,
     SAME,
 )
 from .errors import ConfigError
 
-_CONNECTORS = ("UcmPipelineStore", "UcmNfsStore")
+_NFS = "UcmNfsStore"
+_CONNECTORS = ("UcmPipelineStore", _NFS)
 _PIPELINES = ("Posix", settings.CACHE_POSIX)
 
 
@@ -65,10 +69,10 @@ def migrate(text: str, path: str) -> Migration:
     Raises `ConfigError` for what isn't a UCM configuration, or can't be kept on files by us.
     """
     root = _read(text, path)
-    connector, others = _connector(root, path)
+    name, connector, others = _connector(root, path)
     migration = Migration()
     for key, entry in connector.items():
-        _carry_over(migration, key, entry, path)
+        _carry_over(migration, ALIASES.get(key, key), entry, path)
     _watermarks(migration, connector)
     for key, entry in others.items():
         _of_the_engine(migration, key, entry)
@@ -79,10 +83,9 @@ def migrate(text: str, path: str) -> Migration:
             "The same directories; what UCM stored in them isn't read, nor removed. The pipeline "
             "is left to the model (UCM's SGLang connector always takes Posix)."
         )
-    if "io_direct" not in migration.given:
-        migration.notes.append(
-            Note("io_direct", 0, None, "not set: UCM's default is true, ours is false")
-        )
+    if "io_direct" not in migration.given and name != _NFS:
+        text = "not given: UCM's default is true, ours is false; set it to keep O_DIRECT"
+        migration.notes.append(Note("io_direct", 0, None, text))
     settings.load(migration.given, {})  # what is written can be read
     migration.given = {key: migration.given[key] for key in _order(migration.given)}
     return migration
@@ -182,8 +185,10 @@ def _value(loader: yaml.SafeLoader, node: yaml.Node, path: str) -> Any:
         raise _error(path, node.start_mark.line + 1, "FILE", path, f"YAML; {error}") from None
 
 
-def _connector(root: dict[str, _Entry], path: str) -> tuple[dict[str, _Entry], dict[str, _Entry]]:
-    """(the connector's keys, those beside it), wherever in the file they are."""
+def _connector(
+    root: dict[str, _Entry], path: str
+) -> tuple[str, dict[str, _Entry], dict[str, _Entry]]:
+    """(the connector's name, its keys, those beside it), wherever in the file they are."""
     others = dict(root)
     outer = others.pop("kv_connector_extra_config", None)
     if outer is not None:
@@ -207,11 +212,12 @@ def _connector(root: dict[str, _Entry], path: str) -> tuple[dict[str, _Entry], d
         hint = "what it stores isn't in files of a directory"
         allowed = " or ".join(_CONNECTORS)
         raise _error(path, name.line, "ucm_connector_name", _plain(name), allowed, hint)
+    named = _CONNECTORS[0] if name is None else name.value
     inner = others.pop("ucm_connector_config", None)
     if inner is not None:
         if not isinstance(inner.value, dict):
             raise _error(path, inner.line, "ucm_connector_config", inner.value, "a mapping")
-        return inner.value, others
+        return named, inner.value, others
     if "storage_backends" not in others:
         raise ConfigError(
             "FILE",
@@ -219,8 +225,9 @@ def _connector(root: dict[str, _Entry], path: str) -> tuple[dict[str, _Entry], d
             "a UCM configuration, with kv_connector_extra_config and ucm_connector_config in it",
             hint="neither that nor storage_backends is there",
         )
-    known = {*SAME, *DEVICE_PATHS, *FILLED_IN, *CONVERTED, "storage_backends", "store_pipeline"}
+    known = {*settings.SETTINGS, *ALIASES, *FILLED_IN, *CONVERTED}
     return (
+        named,
         {key: entry for key, entry in others.items() if key in known},
         {key: entry for key, entry in others.items() if key not in known},
     )
@@ -275,6 +282,8 @@ def _carry_over(migration: Migration, key: str, entry: _Entry, path: str) -> Non
             note(problem, True)
     elif key in NO_COUNTERPART:
         note(NO_COUNTERPART[key])
+    elif key.startswith(OTHER_STORES):
+        note(OTHER_STORE)
     else:
         note("not a key of UCM's that is known here", True)
 

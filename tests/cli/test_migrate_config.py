@@ -99,6 +99,20 @@ def test_keys_of_the_same_name():
     assert migration.notes == []
 
 
+def test_the_nfs_connector():
+    """Pinned: its default of io_direct is ours, and an older name of that is read."""
+    text = connector().replace("UcmPipelineStore", "UcmNfsStore")
+    assert migrated(text).notes == []
+    assert migrated(connector(use_direct=True)).given["io_direct"] is True
+    assert migrated("storage_backends: /mnt/a\nuse_direct: false\n").given["io_direct"] is False
+
+
+def test_keys_of_other_stores():
+    """Pinned: those that lie in a file for Posix without being used are no matter."""
+    (first, _) = migrated(connector(yuanrong_host="192.0.2.1")).notes
+    assert first.key == "yuanrong_host" and not first.wants_attention
+
+
 def test_zero_means_none():
     """Pinned: UCM's 0 is no capacity and the default size; ours is the key left out."""
     assert set(migrated(connector(posix_capacity_gb=0, cache_buffer_capacity_gb=0)).given) == {
@@ -145,7 +159,7 @@ def test_keys_without_a_counterpart(tmp_path):
     assert done.exit_code == 0
     for line, key in ((6, "posix_io_engine: aio"), (7, "tensor_size: 4096"), (8, "use_layerwise")):
         assert f"# line {line}, {key}" in done.stdout
-    assert "# io_direct: not set: UCM's default is true" in done.stdout
+    assert "# io_direct: not given: UCM's default is true" in done.stdout
 
 
 @pytest.mark.parametrize("key", [*_ucm_keys.NO_COUNTERPART, *_ucm_keys.FILLED_IN])
@@ -218,6 +232,48 @@ def test_what_can_not_be_read(text, part):
     """Pinned: an error that says where, and nothing written."""
     with pytest.raises(ConfigError, match=part):
         ucm_settings.migrate(text, "ucm.yaml")
+
+
+ODD = [
+    "null",
+    "[]",
+    "{}",
+    "''",
+    "true",
+    "-1",
+    ".inf",
+    ".nan",
+    "[[{a: [1]}]]",
+    "2001-12-14",
+    "!!binary aaaa",
+]
+
+
+@pytest.mark.parametrize("value", ODD)
+def test_odd_values(value):
+    """Pinned: whatever a key's value is, the answer is settings that can be read, or an error."""
+    keys = [
+        *SETTINGS,
+        *_ucm_keys.NO_COUNTERPART,
+        *_ucm_keys.CONVERTED,
+        *_ucm_keys.ALIASES,
+        *SGLANG_KEYS,
+        "kv_connector_extra_config",
+        "ucm_connectors",
+        "ucm_connector_name",
+        "ucm_connector_config",
+        "unheard_of",
+    ]
+    for key in keys:
+        for text in (
+            f"storage_backends: /a\n{key}: {value}\n",
+            QUICKSTART + f"    {key}: {value}\n",
+        ):
+            try:
+                made = ucm_settings.text_of(ucm_settings.migrate(text, "x"), "x")
+            except ConfigError:
+                continue
+            load(yaml.safe_load(made), {})
 
 
 def test_the_command_s_errors(tmp_path):
