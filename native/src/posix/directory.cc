@@ -81,7 +81,12 @@ Status Directory::WriteChanges(const SpaceChanges& changes) {
 Status Directory::Open() {
   const std::lock_guard lock(open_mutex_);
   if (opened_) return Status::Ok();
-  Status status = OpenOnce();
+  Status status;
+  // Who removes an identity that nobody has open may get between our steps.
+  for (int tries = 0; tries < kTries; ++tries) {
+    status = OpenOnce();
+    if (status.code() != CS_NOT_FOUND) break;
+  }
   opened_ = status.ok();
   return status;
 }
@@ -109,6 +114,7 @@ Status Directory::OpenOnce() {
   }
   Status written = MakeTemporaryDirectory();
   if (written.ok()) written = WriteManifest();
+  if (written.code() == CS_NOT_FOUND) return written;
   if (!written.ok()) {
     // A full or read-only directory still serves what it has.
     events_.Add(CS_EVENT_WARNING, "nothing can be stored at present: " + written.text());

@@ -238,6 +238,31 @@ TEST(Directory, TemporaryDirectoryIsMadeAndLockedAgain) {
   EXPECT_OK(opened.directory.Publish(file, IdOf(1), 0));
 }
 
+// Removed by a cleaner before any of the steps of opening it: it is there afterwards, whole.
+TEST(Directory, IsOpenedWhileItIsRemoved) {
+  for (const Op op : {Op::kMakeDirectory, Op::kFilesystemType, Op::kStat, Op::kOpenLocked,
+                      Op::kOpenWrite, Op::kRename}) {
+    for (int at = 0; at < 4; ++at) {
+      const TempDir root;
+      FaultEnv env;
+      std::atomic<int> calls{0};
+      env.Before(op, [&](FaultEnv::Call&) {
+        if (calls.fetch_add(1) == at) std::filesystem::remove_all(root.path() + "/id");
+        return Status::Ok();
+      });
+      Opened opened(root.path(), env);
+      EXPECT_OK(opened.status);
+      env.NoHooks();
+      EXPECT_FALSE(opened.events.Take().has_value());
+      (void)Store(opened, IdOf(1));
+      EXPECT_EQ(access((root.path() + "/id/identity.json").c_str(), F_OK), 0);
+      Opened other(root.path());
+      other.directory.RemoveTrash(kNever);
+      EXPECT_FALSE(Names(root.path() + "/id/tmp/" + opened.directory.instance()).empty());
+    }
+  }
+}
+
 TEST(Directory, ClearTakesAllBlocksAndNoOthers) {
   const TempDir root;
   Opened opened(root.path());
