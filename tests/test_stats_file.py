@@ -206,25 +206,45 @@ def test_a_full_and_a_read_only_directory(file, failures, tmp_path):
         stats.close()  # can't remove it, and doesn't raise
 
 
-def test_a_forked_child_leaves_it_alone(attach, tmp_path):
-    """Pinned: a child that closes what it inherited removes, writes and counts nothing."""
-    pool = host_pools.mha_pool(fill=3)
-    backend = attach(pool)
-    (path,) = read(tmp_path)
+def in_child(*steps):
+    """Run them in a forked child, which must not raise."""
     child = os.fork()
     if child == 0:
         status = 1
         try:
-            backend.batch_get_v1(keys(2), host_pools.indices(pool, range(2)))
-            backend._reports._tell()
-            backend.close()
+            for step in steps:
+                step()
             status = 0
         finally:
             os._exit(status)
     assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_forked_child_leaves_the_file_alone(file, tmp_path):
+    """Pinned: a child that has it by a fork writes nothing to it, and doesn't remove it."""
+    stats = file()
+    stats.write({"counters": {"load_ok": 1}})
+    in_child(lambda: stats.write({"counters": {"load_ok": 2}}))
+    in_child(stats.close)
+    (path,) = read(tmp_path)
+    assert json.loads(path.read_text())["counters"] == {"load_ok": 1}
+
+
+def test_a_forked_child_tells_nothing(attach, tmp_path):
+    """Pinned: a child that uses and closes what it inherited neither hangs nor counts."""
+    pool = host_pools.mha_pool(fill=3)
+    backend = attach(pool, metrics=True)
+    (path,) = read(tmp_path)
+    indices = host_pools.indices(pool, range(2))
+    in_child(
+        lambda: backend.batch_get_v1(keys(2), indices),
+        lambda: backend.batch_exists(keys(2)),
+        backend._reports._tell,
+        backend.close,
+    )
     assert read(tmp_path) == [path]
     assert json.loads(path.read_text())["pid"] == os.getpid()
-    assert backend._reports.counts.pools()["kv"]["load_refused"] == 0
+    assert not any(backend._reports.counts.pools()["kv"].values())
 
 
 def test_a_thread_that_hangs_does_not_hold_up_a_detach(file, failures, tmp_path):
