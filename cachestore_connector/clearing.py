@@ -15,8 +15,8 @@ from pathlib import Path
 from . import instances, on_disk
 
 TRASH = "trash"
+MARK = "cleared"
 
-_MARK = "cleared"
 _TRIES = 8  # of what another process can undo between two steps
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -43,9 +43,9 @@ def clear(identity: Path) -> None:
 
 def _mark(identity: Path) -> None:
     with instances.own(identity) as place:
-        made = place / _MARK
+        made = place / MARK
         os.close(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-        os.rename(made, identity / _MARK)
+        os.rename(made, identity / MARK)
 
 
 def _move(identity: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import errno
 import json
 import os
 from pathlib import Path
@@ -21,6 +22,7 @@ from .manifest import MAX_BYTES, RECORD_VERSION
 
 # What an identity is called while it is removed: a name with a dot is no identity's.
 _GOING = ".going-"
+_IN_USE = "it is in use by now"
 
 
 class Kind(enum.Enum):
@@ -130,8 +132,10 @@ def remove(leftover: Leftover) -> str:
     """Remove it, if it still is one: empty, or why not. Raises OSError."""
     if leftover.kind is Kind.TEMPORARY:
         return _remove_instance(leftover.path)
-    if leftover.kind in (Kind.OLD, Kind.EMPTY):
-        return _remove_identity(leftover)
+    if leftover.kind is Kind.EMPTY:
+        return _remove_empty(leftover.path)
+    if leftover.kind is Kind.OLD:
+        return _remove_old(leftover.path)
     clearing.remove_tree(leftover.path)
     return ""
 
@@ -151,26 +155,70 @@ def _remove_instance(path: Path) -> str:
     return ""
 
 
-def _remove_identity(leftover: Leftover) -> str:
-    """All at once, so that a store that opens it meanwhile makes a new one or keeps this.
+def _remove_empty(path: Path) -> str:
+    """Empty directories alone, and then what tells of them: no store loses anything by it.
 
-    One that had opened it just before finds the identity deleted, and makes it again.
+    One that opens the identity meanwhile makes `blocks` first, and makes again what is missing, but
+    not its manifest. The mark goes last: to a store that has read it, it would be another's clear.
     """
-    path = leftover.path
-    if not _is_left(leftover.kind, path):
-        return "it is in use by now"
+    if instances.is_open(path) is not False:
+        return _IN_USE
+    try:
+        for instance in instances.listed(path):
+            if _remove_instance(instance):
+                return _IN_USE
+        clearing.remove_trash(path)
+        for directory, _, _ in os.walk(path / on_disk.BLOCKS, topdown=False):
+            _remove_directory(Path(directory))
+        for name in (instances.TMP, clearing.TRASH):
+            _remove_directory(path / name)
+        described = path / on_disk.MANIFEST
+        content = described.read_bytes() if described.exists() else None
+        described.unlink(missing_ok=True)
+        try:
+            if set(os.listdir(path)) == {clearing.MARK}:
+                (path / clearing.MARK).unlink(missing_ok=True)
+            _remove_directory(path)
+        except OSError:
+            if content is not None:
+                _put_back(described, content)
+            raise
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        return _IN_USE
+    return ""
+
+
+def _remove_directory(path: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.rmdir(path)
+
+
+def _put_back(path: Path, content: bytes) -> None:
+    """Unless there is another one."""
+    new = path.with_name(f"{path.name}.{instances.unique_name()}")
+    try:
+        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(content)
+        with contextlib.suppress(FileExistsError):
+            os.link(new, path)
+    finally:
+        new.unlink(missing_ok=True)
+
+
+def _remove_old(path: Path) -> str:
+    """All at once, so that a store of that version which opens it meanwhile makes a new one."""
+    if instances.is_open(path) is not False:
+        return _IN_USE
     going = path.with_name(_GOING + instances.unique_name())
     try:
         os.rename(path, going)
     except FileNotFoundError:
         return ""
-    if not _is_left(leftover.kind, going):
+    if instances.is_open(going) is not False:
         with contextlib.suppress(OSError):  # as where its store has made a new one
             os.rename(going, path)
-            return "it is in use by now"
+            return _IN_USE
     clearing.remove_tree(going)
     return ""
-
-
-def _is_left(kind: Kind, path: Path) -> bool:
-    return instances.is_open(path) is False and (kind is Kind.OLD or not _has_blocks(path))

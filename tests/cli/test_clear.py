@@ -149,8 +149,9 @@ def test_beside_stores_that_are_dumped_to_and_cleared(options):
 
     def busy(start):
         while not ended.is_set():
-            if dump(store, which, keys(16, start)) != [0] * 16:
-                wrong.append("dump")
+            codes = dump(store, which, keys(16, start))
+            if codes != [0] * 16:
+                wrong.append((codes, [event.text for event in store.events()]))
             if start == 0:
                 store.clear()
 

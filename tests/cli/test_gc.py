@@ -3,7 +3,8 @@
 import json
 import logging
 import os
-import threading
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,6 @@ from click.testing import CliRunner
 
 from cachestore_connector import instances, leftovers, manifest
 from cachestore_connector.cli import main
-from cachestore_connector.errors import StoreError
 from cachestore_connector.store import Store
 from stored_pages import (
     as_nobody,
@@ -137,45 +137,63 @@ def test_what_is_newer_or_unknown_stays(options, other):
     assert len(blocks(root)) == 2
 
 
-def test_an_identity_that_is_opened_while_it_goes_stays(options, monkeypatch):
-    """Pinned: a store that opens it after it was looked at keeps its directory, and its blocks."""
+@pytest.mark.parametrize("step", range(5))
+def test_an_identity_that_is_opened_while_it_goes_stays(options, monkeypatch, step):
+    """Pinned: a store that opens it before a directory goes keeps what it stores, and all else."""
     which = identity()
-    Store(given(options, which)).close()  # nothing was stored
+    store = Store(given(options, which))
+    dump(store, which, keys(2))
+    store.clear()  # so that there is a mark
+    store.close()
     root = _root(options)
-    opened, rename = [], os.rename
+    (base,) = root.iterdir()
+    opened, rmdir, calls = [], os.rmdir, []
 
-    def late(*arguments, **more):
-        monkeypatch.setattr(os, "rename", rename)
-        opened.append(Store(given(options, which)))
-        assert dump(opened[0], which, keys(2)) == [0, 0]
-        return rename(*arguments, **more)
+    def late(path, **more):
+        calls.append(path)
+        if len(calls) == step + 1:
+            monkeypatch.setattr(os, "rmdir", rmdir)
+            opened.append(Store(given(options, which)))
+            assert dump(opened[0], which, keys(2)) == [0, 0]
+        return rmdir(path, **more)
 
-    monkeypatch.setattr(os, "rename", late)
+    monkeypatch.setattr(os, "rmdir", late)
     result = collected(root)[1]
+    if not opened:  # it took fewer steps
+        assert step == 4 and result["removed"] == [str(base)] and not base.exists()
+        return
     assert result["removed"] == [] and "in use" in result["not_removed"][0]["problem"]
     (store,) = opened
     assert store.lookup(which.block_ids(keys(2))) == [True, True]
     assert dump(store, which, keys(4)) == [0] * 4
     store.close()
     assert len(blocks(root)) == 4
-    assert list(root.glob("*/identity.json"))
+    assert {path.name for path in base.iterdir()} >= {"identity.json", "blocks"}
+    assert not [path.name for path in base.iterdir() if path.name.startswith("identity.json.")]
 
 
 def test_beside_stores_that_come_and_go(options):
     """Pinned: what a store has dumped is there while it is open, whatever else is removed."""
-    root, ended, wrong = _root(options), threading.Event(), []
+    root, wrong = _root(options), []
     root.mkdir()
-
-    def busy(number):
-        turn = 0
-        while not ended.is_set():
-            which = identity(model_identity=f"model-{number}-{turn % 3}")
+    # Another process: in this one, stores would open between any two of its steps.
+    script = (
+        "import sys\n"
+        "from cachestore_connector import leftovers\n"
+        "removed = 0\n"
+        "for line in sys.stdin:\n"
+        "    for each in leftovers.find(sys.argv[1]).leftovers:\n"
+        "        removed += leftovers.remove(each) == ''\n"
+        "    print(removed, flush=True)\n"
+    )
+    command = [sys.executable, "-P", "-c", script, str(root)]
+    with subprocess.Popen(command, stdin=-1, stdout=-1, text=True) as cleaner:
+        for turn in range(150):
+            cleaner.stdin.write("again\n")
+            cleaner.stdin.flush()
+            which = identity(model_identity=f"model-{turn % 3}")
             names = keys(3, start=turn)
-            try:
-                store = Store(given(options, which))
-            except StoreError as error:
-                wrong.append(error)
-                return
+            store = Store(given(options, which))
             codes = dump(store, which, names)
             found = store.lookup(which.block_ids(names))
             events = [event.text for event in store.events() if event.level > logging.INFO]
@@ -183,21 +201,9 @@ def test_beside_stores_that_come_and_go(options):
             store.close()
             if codes != [0] * 3 or found != [True] * 3 or events:
                 wrong.append((codes, found, events))
-            turn += 1
-
-    threads = [threading.Thread(target=busy, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    try:
-        removed = 0
-        for _ in range(60):
-            status, result = collected(root)
-            assert status == 0, result
-            removed += len(result["removed"])
-    finally:
-        ended.set()
-        for thread in threads:
-            thread.join()
+        cleaner.stdin.close()
+        removed = int(cleaner.stdout.read().split()[-1])
+    assert cleaner.returncode == 0
     assert wrong == [] and removed > 0
 
 
