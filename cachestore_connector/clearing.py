@@ -95,19 +95,21 @@ def remove_trash(identity: Path) -> None:
         remove_tree(path)
 
 
-def remove_tree(path: Path | str) -> None:
+def remove_tree(path: Path | str, tries: int = _TRIES) -> None:
     """Remove a file, or a directory and all below it; links aren't followed.
 
     What vanishes meanwhile is no error, as others may be removing it too. Raises OSError.
     """
-    try:
-        is_directory = stat.S_ISDIR(os.lstat(path).st_mode)
-    except FileNotFoundError:
-        return
     with contextlib.suppress(FileNotFoundError):
-        if not is_directory:
+        if not stat.S_ISDIR(os.lstat(path).st_mode):
             os.unlink(path)
             return
         for name in os.listdir(path):
             remove_tree(os.path.join(path, name))
-        os.rmdir(path)
+        try:
+            os.rmdir(path)
+        except OSError as error:
+            # A block that was being published when its directory was cleared arrives late.
+            if error.errno != errno.ENOTEMPTY or tries == 1:
+                raise
+            remove_tree(path, tries - 1)

@@ -175,6 +175,21 @@ def test_beside_stores_that_are_dumped_to_and_cleared(options):
     assert not list((root_of(root, which) / "trash").iterdir())
 
 
+def test_a_block_that_arrives_late(options, monkeypatch):
+    """Pinned: one whose directory was cleared while it was published is removed with the rest."""
+    root, rmdir, late = stored(options, keys(3)), os.rmdir, []
+
+    def filled(path, **more):
+        if "trash" in str(path) and not late:
+            late.append(Path(path, "late"))
+            late[0].touch()
+        return rmdir(path, **more)
+
+    monkeypatch.setattr(os, "rmdir", filled)
+    assert cleared(root, "all")[0] == 0
+    assert late and not list(root.glob("*/trash/*"))
+
+
 def test_damaged_and_nameless_caches(options):
     """Pinned: what can't be read can be cleared."""
     root = stored(options, keys(3))
