@@ -291,14 +291,22 @@ class Server:
         """Ask the storage backend to drop what it stored; returns SGLang's message."""
         return self._call("POST", "/hicache/storage-backend/clear").text
 
-    def metrics(self) -> dict[str, float]:
-        """Prometheus samples, summed over labels, by name; needs ``metrics=True``."""
+    def samples(self) -> list[tuple[str, dict[str, str], float]]:
+        """Prometheus samples (name, labels, value); needs ``metrics=True``."""
         from prometheus_client.parser import text_string_to_metric_families
 
+        text = self._call("GET", "/metrics").text
+        return [
+            (sample.name, sample.labels, sample.value)
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+        ]
+
+    def metrics(self) -> dict[str, float]:
+        """Prometheus samples, summed over labels, by name; needs ``metrics=True``."""
         totals: dict[str, float] = {}
-        for family in text_string_to_metric_families(self._call("GET", "/metrics").text):
-            for sample in family.samples:
-                totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
+        for name, _, value in self.samples():
+            totals[name] = totals.get(name, 0.0) + value
         return totals
 
     # -- inside ----------------------------------------------------------------------------------
