@@ -86,7 +86,7 @@ def as_nobody(*words):
 import os
 import concurrent.futures.thread  # imported late otherwise, by who may not
 from cachestore_connector.cli import main
-import cachestore_connector.cli.du, cachestore_connector.cli.show
+import cachestore_connector.cli.du, cachestore_connector.cli.ls, cachestore_connector.cli.show
 import cachestore_connector.cli.verify, cachestore_connector.cli.gc, cachestore_connector.cli.clear
 os.setgroups([])
 os.setresgid(65534, 65534, 65534)

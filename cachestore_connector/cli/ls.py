@@ -22,10 +22,10 @@ def ls(
     for root in places.roots(stores, config_path):
         for identity in on_disk.identities(root):
             found.append(_described(root, identity))
-            if identity.problem:
+            if found[-1]["problem"]:
                 status = output.Status.FOUND
     out.table(
-        ("cache", "pool", "dtype", "layout", "rank", "pages", "bytes", "last used"),
+        ("cache", "pool", "dtype", "layout", "rank", "pages", "bytes", "used (UTC)"),
         [_row(each) for each in found],
         right="pages,bytes",
     )
@@ -40,11 +40,14 @@ def ls(
 
 def _described(root: str, identity: on_disk.StoredIdentity) -> dict[str, Any]:
     pages = size = 0
-    used = None
-    for block in on_disk.blocks(identity):
-        pages += 1
-        size += block.size
-        used = max(used or 0, block.used)
+    used, problem = None, identity.problem
+    try:
+        for block in on_disk.blocks(identity):
+            pages += 1
+            size += block.size
+            used = max(used or 0, block.used)
+    except OSError as error:
+        problem = f"{problem}; {error}" if problem else f"{error}: there may be more"
     parts = identity.manifest.identity if identity.manifest is not None else {}
     last = None if used is None else datetime.datetime.fromtimestamp(used, datetime.timezone.utc)
     return {
@@ -62,7 +65,7 @@ def _described(root: str, identity: on_disk.StoredIdentity) -> dict[str, Any]:
         "pages": pages,
         "bytes": size,
         "last_used": None if last is None else last.isoformat(timespec="seconds"),
-        "problem": identity.problem,
+        "problem": problem,
     }
 
 
@@ -84,5 +87,5 @@ def _row(each: dict[str, Any]) -> tuple[str, ...]:
         ", ".join(ranks) or "-",
         f"{each['pages']:,}",
         output.amount(each["bytes"]),
-        each["last_used"] or "never",
+        each["last_used"][:16].replace("T", " ") if each["last_used"] else "never",
     )

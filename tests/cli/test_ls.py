@@ -6,6 +6,8 @@ import numpy as np
 from click.testing import CliRunner
 
 from cachestore_connector.cli import main
+from stored_pages import as_nobody, identity, keys, open_place
+from stored_pages import stored as stored_pages
 
 
 def run(*words):
@@ -47,6 +49,25 @@ def test_no_store_is_an_error(tmp_path):
     assert done.exit_code == 3
     assert str(tmp_path / "none") in done.stderr
     assert json.loads(run("--store", tmp_path / "none", "--json").stdout)["error"]
+
+
+def test_someone_elses_store(options):
+    """Pinned: a cache that can't be read is said, and the others are listed."""
+    with open_place() as place:
+        readable, other = identity(), identity(model_identity="tests/other")
+        store = str(place / "store")
+        root = stored_pages(options, keys(2), readable, other, storage_backends=[store])
+        root.chmod(0o755)
+        for path in (root / readable.directory_name).rglob("*"):
+            path.chmod(0o755 if path.is_dir() else 0o644)
+        (root / readable.directory_name).chmod(0o755)
+        done = as_nobody("ls", "--store", root, "--json")
+        assert done.returncode == 1, done.stderr
+        found = {each["name"]: each for each in json.loads(done.stdout)}
+        assert found[readable.directory_name]["pages"] == 2
+        assert not found[readable.directory_name]["problem"]
+        hidden = found[other.directory_name]
+        assert hidden["pages"] == 0 and "Permission denied" in hidden["problem"]
 
 
 def _files(root):
