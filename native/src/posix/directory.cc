@@ -84,14 +84,14 @@ Status Directory::Open() {
   Status status;
   // Who removes an identity that nobody has open may get between our steps.
   for (int tries = 0; tries < kTries; ++tries) {
-    status = OpenOnce();
+    status = OpenOnce(/*last=*/tries + 1 == kTries);
     if (status.code() != CS_NOT_FOUND) break;
   }
   opened_ = status.ok();
   return status;
 }
 
-Status Directory::OpenOnce() {
+Status Directory::OpenOnce(bool last) {
   const Status made = env_.MakeDirectories(base_ + "/blocks");
   if (!made.ok() && !SaysReadOnly(made)) return made;
   const Result<uint64_t> type = env_.FilesystemType(made.ok() ? base_ : options_.root);
@@ -114,7 +114,8 @@ Status Directory::OpenOnce() {
   }
   Status written = MakeTemporaryDirectory();
   if (written.ok()) written = WriteManifest();
-  if (written.code() == CS_NOT_FOUND) return written;
+  // Removed meanwhile; or no directory is in its place, as the last try shows.
+  if (written.code() == CS_NOT_FOUND && !last) return written;
   if (!written.ok()) {
     // A full or read-only directory still serves what it has.
     events_.Add(CS_EVENT_WARNING, "nothing can be stored at present: " + written.text());

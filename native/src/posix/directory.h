@@ -115,7 +115,7 @@ class Directory {
  private:
   using Clock = std::chrono::steady_clock;
 
-  Status OpenOnce();  // with open_mutex_ held
+  Status OpenOnce(bool last);  // with open_mutex_ held
   struct Tried {
     Status read;
     Status written;
