@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import pathlib
 from typing import TypeVar
+
+from cachestore_connector.host_memory import available_memory
 
 from .cases import CacheCase, Case, ColdCase
 from .pools import pool_pages
 
-_CGROUP = pathlib.Path("/sys/fs/cgroup")  # as seen in a container: its own
 _MARGIN = 1 << 28
 _FEWEST_PAGES = 8
 
@@ -24,8 +23,8 @@ def lack(case: Case | CacheCase | ColdCase, directory: str) -> str | None:
     free = status.f_bavail * status.f_frsize
     if free < files:
         return f"{free / 1e6:.0f} MB free for files, {files / 1e6:.0f} MB needed"
-    available = _available_memory()
-    if available < memory:
+    available = available_memory()
+    if available is not None and available < memory:
         return f"{available / 1e6:.0f} MB of memory, {memory / 1e6:.0f} MB needed"
     return None
 
@@ -60,15 +59,3 @@ def _needs(case: Case | CacheCase | ColdCase) -> tuple[int, int]:
         memory = files + (case.ranks + 1) * case.pages + 1
     page = case.model.page_bytes
     return files * page + _MARGIN, memory * page + _MARGIN
-
-
-def _available_memory() -> int:
-    with open("/proc/meminfo") as file:
-        found = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in file}
-    available = found["MemAvailable"]
-    with contextlib.suppress(OSError, ValueError):  # no cgroup v2, or "max": no limit
-        limit, used = (
-            int((_CGROUP / name).read_text()) for name in ("memory.max", "memory.current")
-        )
-        available = min(available, limit - used)
-    return available

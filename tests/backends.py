@@ -58,3 +58,10 @@ def blocks(root):
         if Path(directory).parent.name == "blocks":
             found += [Path(directory, name) for name in files]
     return sorted(found)
+
+
+def flip(path, at=3):
+    """Change one bit of a file, in place: by default of the first tensor's bytes."""
+    content = bytearray(path.read_bytes())
+    content[at] ^= 4
+    path.write_bytes(content)

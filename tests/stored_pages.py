@@ -2,13 +2,8 @@
 
 import contextlib
 import os
-import pty
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
-
-import pytest
 
 from cachestore_connector import manifest
 from cachestore_connector.identity import from_parts
@@ -71,77 +66,9 @@ def blocks(root):
     return sorted(Path(root).glob("*/blocks/*/*"), key=lambda path: path.name)
 
 
-def flip(path, at=50):
-    """Change one bit of a file, in place."""
-    content = bytearray(path.read_bytes())
-    content[at] ^= 4
-    path.write_bytes(content)
-
-
-def as_nobody(*words):
-    """`cachestore` with these words as another user, who can read the package's files."""
-    if os.geteuid() != 0:
-        pytest.skip("only root can become another user")
-    script = f"""
-import os
-import concurrent.futures.thread  # imported late otherwise, by who may not
-from cachestore_connector.cli import main
-import cachestore_connector.cli.du, cachestore_connector.cli.ls, cachestore_connector.cli.show
-import cachestore_connector.cli.verify, cachestore_connector.cli.gc, cachestore_connector.cli.clear
-os.setgroups([])
-os.setresgid(65534, 65534, 65534)
-os.setresuid(65534, 65534, 65534)
-main({[str(word) for word in words]!r})
-"""
-    return subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True)
-
-
 @contextlib.contextmanager
 def open_place():
     """A directory that others can look into, as pytest's can't be."""
     with tempfile.TemporaryDirectory() as place:
         os.chmod(place, 0o755)
         yield Path(place)
-
-
-@contextlib.contextmanager
-def small_disk(path, *options):
-    """A tmpfs for the length of a ``with``; skips the test where none can be mounted."""
-    if os.geteuid() != 0:
-        pytest.skip("not root: a file system can't be mounted")
-    path.mkdir(parents=True, exist_ok=True)
-    command = ["mount", "-t", "tmpfs", "-o", ",".join(options), "tmpfs", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"mounting isn't permitted here: {done.stderr.strip()}")
-    try:
-        yield path
-    finally:
-        subprocess.run(["umount", "--lazy", str(path)], check=True)
-
-
-def on_a_terminal(*words, answer=b""):
-    """`cachestore` with these words in a terminal of 80 columns: (exit status, what it printed).
-
-    ``answer`` is typed when it asks.
-    """
-    code = "import sys; from cachestore_connector.cli import main; main(sys.argv[1:])"
-    environment = os.environ | {"COLUMNS": "80", "TERM": "xterm"}
-    mine, theirs = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-c", code, *map(str, words)],
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        env=environment,
-    )
-    os.close(theirs)
-    said, answered = b"", False
-    with contextlib.suppress(OSError):  # the other end is closed
-        while part := os.read(mine, 4096):
-            said += part
-            if not answered and b"[y/N]" in said:
-                os.write(mine, answer)
-                answered = True
-    os.close(mine)
-    return process.wait(20), said.decode()

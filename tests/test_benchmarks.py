@@ -238,11 +238,11 @@ def test_a_rank_that_ends_early_fails_the_run(tmp_path, monkeypatch):
 def test_pages_are_halved_until_they_fit(tmp_path, monkeypatch):
     """The reason is that of the whole case; what doesn't fit at all is left out."""
     case = dataclasses.replace(cases.CACHE_CASES[1], pages=64)
-    monkeypatch.setattr(room, "_available_memory", lambda: (1 << 28) + (200 << 20))
+    monkeypatch.setattr(room, "available_memory", lambda: (1 << 28) + (200 << 20))
     fitted, reason = room.fitted(case, str(tmp_path))
     assert (fitted.pages, fitted.name) == (32, "cache-1MiB-w2")
     assert "MB of memory" in reason
-    monkeypatch.setattr(room, "_available_memory", lambda: 0)
+    monkeypatch.setattr(room, "available_memory", lambda: 0)
     assert room.fitted(case, str(tmp_path))[0] is None
 
 

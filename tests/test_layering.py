@@ -42,7 +42,7 @@ LAYERS = [
     | {"log_level", "prefix_hits", "ranks", "weights"},
     {"_config_file", "_settings_table", "_ffi", "_ucm_keys", "pool_tensors"},
     {"_setting_types"},
-    {"errors", "_native"},
+    {"errors", "host_memory", "mounts", "_native"},
 ]
 USES_SGLANG = {"backend", "context_ranks", "plugin", "pool_calls"} | set().union(*ASYNC_LOAD)
 USES_TORCH = {"backend", "plugin", "flat_pages", "pages", "pool_calls", "pool_tensors"}

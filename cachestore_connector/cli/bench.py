@@ -12,6 +12,7 @@ from typing import Any
 import click
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from ..mounts import mount_of
 from . import bench_break_even as break_even
 from . import bench_measure as measuring
 from . import bench_picture, bench_scratch, bench_shapes, output, places
@@ -125,7 +126,8 @@ def bench(
     with bench_scratch.scratch(parents) as made, _progress(out) as say:
         own = made[: len(roots)]
         measured = measuring.measure(plan, own, None if why is not None else made[-1], say)
-        kinds = sorted({bench_scratch.filesystem(root) for root in own})
+        systems = [mount_of(root) for root in own]
+        kinds = sorted({"unknown" if each is None else each.kind for each in systems})
     measured.skipped = skipped
     measured.rows = _in_order(measured.rows)
     lines = _lines(measured, prefill, shape.page_size)

@@ -18,6 +18,7 @@ from typing import Any
 
 from .. import config as settings
 from .. import on_disk
+from ..mounts import mount_of
 from . import bench_scratch as scratch
 from .bench_processes import Processes, ProcessFailed, processes
 from .bench_shapes import Shape
@@ -158,7 +159,8 @@ class _Step:
         self._plain = [os.path.join(path, "plain") for path in stores]
         for path in (*self._homes, *self._plain):
             os.makedirs(path, exist_ok=True)
-        self._in_memory = all(scratch.is_in_memory(scratch.filesystem(p)) for p in stores)
+        systems = [mount_of(path) for path in stores]
+        self._in_memory = all(each is not None and each.is_in_memory for each in systems)
         sizes = plan.shape.tensor_sizes
         self._direct = bool(plan.given.io_direct) and not any(size % 4096 for size in sizes)
         self._last = group.count == max(plan.counts)

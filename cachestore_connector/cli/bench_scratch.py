@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import pathlib
 import shutil
 import signal
 import tempfile
@@ -13,12 +12,11 @@ import time
 from collections.abc import Iterator, Sequence
 
 from ..errors import CacheStoreError
+from ..host_memory import available_memory
 from . import output
 
 PREFIX = ".cachestore-bench-"
 _JUST_MADE = 60.0  # seconds
-_IN_MEMORY = ("tmpfs", "ramfs")
-_CGROUP = pathlib.Path("/sys/fs/cgroup")  # as seen in a container: its own
 
 
 class NoRoomError(CacheStoreError):
@@ -91,46 +89,13 @@ def lack_of_room(directory: str, needed: int) -> str | None:
 
 def lack_of_memory(needed: int) -> str | None:
     """Why so many bytes of memory can't be had, if they can't."""
-    with open("/proc/meminfo") as file:
-        found = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in file}
-    free = found["MemAvailable"]
-    with contextlib.suppress(OSError, ValueError):  # no cgroup v2, or "max": no limit
-        limit, used = (
-            int((_CGROUP / name).read_text()) for name in ("memory.max", "memory.current")
-        )
-        free = min(free, limit - used)
-    if free >= needed:
+    free = available_memory()
+    if free is None or free >= needed:
         return None
     return (
         f"{output.amount(free)} of memory are free, and {output.amount(needed)} are needed: "
         "say a smaller --size, or fewer --processes"
     )
-
-
-def filesystem(path: str) -> str:
-    """The type of the file system that a path is on, as the kernel names it."""
-    device = os.stat(path).st_dev
-    wanted = f"{os.major(device)}:{os.minor(device)}"
-    with open("/proc/self/mountinfo") as file:
-        for line in file:
-            fields = line.split()
-            if fields[2] == wanted:
-                return fields[fields.index("-") + 1]
-    # Of btrfs and others, whose directories have devices of their own.
-    best, kind = "", "unknown"
-    with open("/proc/self/mountinfo") as file:
-        for line in file:
-            fields = line.split()
-            point = fields[4].encode().decode("unicode_escape")
-            inside = os.path.commonpath([point, os.path.realpath(path)]) == point
-            if inside and len(point) >= len(best):
-                best, kind = point, fields[fields.index("-") + 1]
-    return kind
-
-
-def is_in_memory(kind: str) -> bool:
-    """Whether files there never leave memory."""
-    return kind in _IN_MEMORY
 
 
 def files(directories: Sequence[str]) -> list[str]:

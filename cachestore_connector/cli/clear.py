@@ -29,8 +29,7 @@ class NoSuchCacheError(CacheStoreError, LookupError):
     help="What to clear: a cache as `cachestore ls` names it (all its pools and ranks), the whole "
     "name of a directory, or all; may be given several times.",
 )
-@click.option("--dry-run", is_flag=True, help="Only list what would be cleared.")
-@click.option("--yes", is_flag=True, help="Don't ask.")
+@output.asking
 def clear(
     out: output.Output,
     stores: tuple[str, ...],

@@ -15,10 +15,10 @@ import threading
 from collections.abc import Callable
 
 from .. import config as settings
+from ..mounts import Mount, mount_of, nearest
 from . import doctor_space
 from .doctor_finding import Finding, fail, ok, warn
 from .doctor_left_over import in_directory
-from .doctor_mounts import Mount, mount_of, nearest
 
 PATIENCE = 15.0  # seconds for all that is looked at in one directory
 

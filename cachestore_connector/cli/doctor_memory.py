@@ -8,10 +8,11 @@ import tempfile
 from pathlib import Path
 
 from .. import config as settings
+from ..host_memory import available_memory
+from ..mounts import Mount, mount_of
 from . import output
 from .doctor_config import uses_cache
 from .doctor_finding import Finding, fail, ok, warn
-from .doctor_mounts import Mount, mount_of
 
 _GIB = 1 << 30
 _DOCKER = "in docker: --shm-size=200g, or --ipc=host; in Kubernetes an emptyDir of medium Memory"
@@ -114,39 +115,6 @@ def private_buffer(capacity_gb: float | None, available: int | None) -> Finding:
     if wanted > available:
         return fail(check, what, "lower cache_buffer_capacity_gb")
     return ok(check, f"{what}: room for {available // max(1, wanted)} processes")
-
-
-def available_memory(root: str = "/") -> int | None:
-    """Bytes that may still be allocated: the least of the system's and the cgroups'."""
-    base = Path(root)
-    least: int | None = None
-    try:
-        for line in (base / "proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                least = int(line.split()[1]) * 1024
-    except (OSError, ValueError, IndexError):
-        pass
-    group = ""
-    try:
-        for line in (base / "proc/self/cgroup").read_text().splitlines():
-            if line.startswith("0::"):
-                group = line[3:].strip("/")
-    except OSError:
-        pass
-    top = base / "sys/fs/cgroup"
-    at = top / group
-    pairs = [(top / "memory/memory.limit_in_bytes", top / "memory/memory.usage_in_bytes")]
-    for directory in (at, *at.parents):
-        if directory != top and top not in directory.parents:
-            break
-        pairs.append((directory / "memory.max", directory / "memory.current"))
-    for limit_file, usage_file in pairs:
-        try:
-            room = max(0, int(limit_file.read_text()) - int(usage_file.read_text()))
-        except (OSError, ValueError):  # "max": no limit
-            continue
-        least = room if least is None else min(least, room)
-    return least
 
 
 def locked_memory(limit: int | None = None, devices: str = "/sys/class/infiniband") -> Finding:

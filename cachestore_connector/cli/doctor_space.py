@@ -8,10 +8,10 @@ from pathlib import Path
 
 from .. import config as settings
 from .. import on_disk
+from ..mounts import nearest
 from . import output
 from .doctor_finding import Finding, fail, ok, warn
 from .doctor_left_over import is_locked
-from .doctor_mounts import nearest
 
 _GIB = 1 << 30
 # Files that are counted where no collector says what is used; half a second.

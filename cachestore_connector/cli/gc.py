@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import click
-
 from .. import leftovers
 from . import output, places
 
 
 @output.command()
 @places.options
-@click.option("--dry-run", is_flag=True, help="Only list what would be removed.")
-@click.option("--yes", is_flag=True, help="Don't ask.")
+@output.asking
 def gc(
     out: output.Output,
     stores: tuple[str, ...],

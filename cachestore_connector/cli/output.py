@@ -107,6 +107,13 @@ def command(*args: Any, **kwargs: Any) -> Callable[[Callable], click.Command]:
     return decorate
 
 
+def asking(function: Callable) -> Callable:
+    """Add ``--dry-run`` and ``--yes``, for what lists what it would remove, and asks."""
+    function = click.option("--yes", is_flag=True, help="Don't ask.")(function)
+    text = "Only list what would be removed."
+    return click.option("--dry-run", is_flag=True, help=text)(function)
+
+
 def amount(size: float) -> str:
     """Bytes for people: ``1.5 GiB``."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):

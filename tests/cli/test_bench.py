@@ -13,13 +13,16 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 from cachestore_connector.cli import bench_break_even as break_even
-from cachestore_connector.cli import bench_picture, bench_scratch, bench_shapes, main
+from cachestore_connector.cli import bench_picture, bench_scratch, bench_shapes
 from cachestore_connector.cli.bench_measure import Measured, Restored, Row
 from cachestore_connector.cli.bench_processes import ProcessFailed, processes
+from cachestore_connector.mounts import mount_of
+from command_line import as_nobody, invoke
+from disks import small_disk
 from rig.server import poll
+from stored_pages import open_place
 
 SMALL = ["--model-shape", "2,1,128,bfloat16,64", "--size", "1", "--quick"]
 PAGE = 64 << 10
@@ -44,8 +47,7 @@ def run(tmp_path, shm, monkeypatch):
     store.mkdir()
 
     def run(*words, home=store):
-        words = ["bench", "--store", str(home), *words]
-        return CliRunner().invoke(main, words, env={"COLUMNS": "80"})
+        return invoke("bench", "--store", home, *words)
 
     run.store = store
     yield run
@@ -63,7 +65,7 @@ def test_everything_is_measured(run):
     assert done.stderr == ""  # no progress where nobody looks
     result = json.loads(done.stdout)
     assert result["model"]["page_bytes"] == PAGE and result["model"]["bytes_per_token"] == 1024
-    on_disk = not bench_scratch.is_in_memory(bench_scratch.filesystem(str(run.store)))
+    on_disk = not mount_of(str(run.store)).is_in_memory
     disk = ["dump_synced", "load_disk"] if on_disk else []
     wanted = {(op, n) for op in ("dump", *disk, "load", "lookup", "cache_hit") for n in (1, 2)}
     assert {(row["op"], row["processes"]) for row in result["rows"]} == wanted | {("cache_dump", 1)}
@@ -197,47 +199,28 @@ def test_no_such_directory(run, tmp_path):
 
 def test_a_directory_of_somebody_else(run):
     """Pinned: one that can't be written is an error, before anything is started."""
-    if os.geteuid() != 0:
-        pytest.skip("only root can start a process of another user")
-    with tempfile.TemporaryDirectory() as place:
-        os.chmod(place, 0o755)
-        code = f"""
-import os
-del os.environ["CACHESTORE_CONFIG"]
-from cachestore_connector.cli import main, bench
-os.setgroups([])
-os.setegid(65534)
-os.seteuid(65534)
-main(["bench", "--store", {place!r}, *{SMALL!r}])
-"""
-        done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
+    with open_place() as place:
+        done = as_nobody("bench", "--store", place, *SMALL)
         assert done.returncode == 3
-        assert "Permission denied" in done.stderr and place in done.stderr
+        assert "Permission denied" in done.stderr and str(place) in done.stderr
         assert os.listdir(place) == []
 
 
 @pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 3 MiB."""
-    path = tmp_path / "small"
-    path.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=3m,nosuid,nodev", "cachestore-test", str(path)]
-    mounted = subprocess.run(mount, capture_output=True, text=True)
-    if mounted.returncode:
-        pytest.skip(f"a small file system can't be mounted: {mounted.stderr.strip()}")
-    yield path
-    left = os.listdir(path)
-    subprocess.run(["umount", str(path)], check=True)
-    assert left == []
+def disk(tmp_path):
+    """A file system of 3 MiB, in which nothing may be left."""
+    with small_disk(tmp_path / "small", "size=3m", "nosuid", "nodev") as path:
+        yield path
+        assert os.listdir(path) == []
 
 
-def test_too_small_a_disk(run, small_disk, monkeypatch):
+def test_too_small_a_disk(run, disk, monkeypatch):
     """Pinned: refused at once; one that fills up all the same is an error, and is left empty."""
-    done = run(*SMALL, "--processes", "1", home=small_disk)
+    done = run(*SMALL, "--processes", "1", home=disk)
     assert done.exit_code == 3
-    assert str(small_disk) in done.stderr and "smaller --size" in done.stderr
+    assert str(disk) in done.stderr and "smaller --size" in done.stderr
     monkeypatch.setattr(bench_scratch, "lack_of_room", lambda directory, needed: None)
-    done = run(*SMALL, "--processes", "1", "--size", "8", "--json", home=small_disk)
+    done = run(*SMALL, "--processes", "1", "--size", "8", "--json", home=disk)
     assert done.exit_code == 3
     assert "NO_SPACE" in json.loads(done.stdout)["error"]
 

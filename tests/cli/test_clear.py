@@ -6,20 +6,17 @@ import threading
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from cachestore_connector.cli import main
 from cachestore_connector.store import Store
+from command_line import as_nobody, invoke, on_a_terminal
+from disks import small_disk
 from stored_pages import (
-    as_nobody,
     blocks,
     dump,
     given,
     identity,
     keys,
-    on_a_terminal,
     open_place,
-    small_disk,
     stored,
 )
 
@@ -28,7 +25,7 @@ OTHER = identity(model_identity="tests/other")
 
 
 def run(*words, **more):
-    return CliRunner().invoke(main, ["clear", *map(str, words)], env={"COLUMNS": "80"}, **more)
+    return invoke("clear", *words, **more)
 
 
 def cleared(root, *names):

@@ -1,23 +1,19 @@
 """`cachestore doctor`: the command, and what it says of settings."""
 
 import json
-import os
-import subprocess
-import sys
-import tempfile
 
 import pytest
-from click.testing import CliRunner
 
-from cachestore_connector.cli import doctor_config, main
+from cachestore_connector.cli import doctor_config
 from cachestore_connector.config import load
+from command_line import as_nobody, invoke
+from stored_pages import open_place
 
 ENV = {"HOME": "/home/nobody"}
 
 
 def run(*words, **environ):
-    words = ["doctor", "--no-sglang", *map(str, words)]
-    return CliRunner().invoke(main, words, env={"COLUMNS": "80", "CACHESTORE_CONFIG": ""} | environ)
+    return invoke("doctor", "--no-sglang", *words, env={"CACHESTORE_CONFIG": ""} | environ)
 
 
 def settings_file(tmp_path, text):
@@ -122,26 +118,12 @@ def test_a_pipeline_that_can_not_start():
 
 def test_another_users_directory(tmp_path):
     """Pinned: run as a user who may not write there, it fails, and names the owner."""
-    if os.geteuid() != 0:
-        pytest.skip("only root can start a process of another user")
-    script = """
-import os, sys
-# Before the user changes: Python may not be that user's to read.
-from cachestore_connector import store
-from cachestore_connector.cli import doctor, main
-"".encode("utf-8-sig")
-os.setgroups([]); os.setegid(65534); os.seteuid(65534)
-main(["doctor", "--no-sglang", "--json", "--config", sys.argv[1]])
-"""
-    with tempfile.TemporaryDirectory() as place:
-        os.chmod(place, 0o755)
-        store = os.path.join(place, "store")
-        os.mkdir(store, 0o755)
-        path = os.path.join(place, "c.yaml")
-        with open(path, "w") as file:
-            file.write(f"storage_backends: [{store}]\n")
-        command = [sys.executable, "-P", "-c", script, path]
-        done = subprocess.run(command, capture_output=True, text=True, cwd="/")
+    with open_place() as place:
+        store = place / "store"
+        store.mkdir(0o755)
+        path = place / "c.yaml"
+        path.write_text(f"storage_backends: [{store}]\n")
+        done = as_nobody("doctor", "--no-sglang", "--json", "--config", path)
     assert done.returncode == 1, done.stderr
     failed = [f for f in json.loads(done.stdout)["findings"] if f["level"] == "FAIL"]
     assert failed and "belongs to 0" in failed[0]["what"] and "65534" in failed[0]["what"]

@@ -4,16 +4,16 @@ import fcntl
 import os
 import struct
 import threading
-import time
 
 import pytest
 
 import stored_pages
 from cachestore_connector.cli import doctor_directories, doctor_left_over, doctor_space
-from cachestore_connector.cli.doctor_mounts import Mount, mount_of
 from cachestore_connector.config import load
+from cachestore_connector.mounts import Mount, mount_of
 from cachestore_connector.store import Store
-from stored_pages import small_disk
+from disks import small_disk
+from rig.server import poll
 
 GIB = 1 << 30
 
@@ -125,7 +125,7 @@ def test_local_file_systems_are_the_native_ones():
     """Pinned: what is called local here is what native/src/posix/directory.cc calls so."""
     from pathlib import Path
 
-    from cachestore_connector.cli import doctor_mounts
+    from cachestore_connector import mounts
 
     source = Path(__file__).resolve().parents[2] / "native/src/posix/directory.cc"
     text = source.read_text()
@@ -136,7 +136,7 @@ def test_local_file_systems_are_the_native_ones():
         if "//" in line
         for word in line.split("//")[1].replace("overlayfs, as in containers", "overlay").split(",")
     }
-    assert named - {""} == {name for name in doctor_mounts._LOCAL}
+    assert named - {""} == {name for name in mounts._LOCAL}
 
 
 def test_the_mount_of_a_path(tmp_path):
@@ -205,7 +205,8 @@ def test_other_limits(options):
     store = Store(given)
     try:
         stored_pages.dump(store, which, stored_pages.keys(2))
-        bounded(lambda: os.path.exists(os.path.join(root, "collector", "state")))
+        state = os.path.join(root, "collector", "state")
+        poll(lambda: os.path.exists(state), 10, "the collector's state", interval=0.01)
 
         def said(**limits):
             found = doctor_directories.checks(config(root, **limits))
@@ -217,14 +218,6 @@ def test_other_limits(options):
     finally:
         store.close()
     assert said(posix_capacity_gb=2) == []
-
-
-def bounded(true):
-    """Wait until it is so, for ten seconds at most."""
-    end = time.monotonic() + 10
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def test_too_few_inodes():

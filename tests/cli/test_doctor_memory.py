@@ -4,10 +4,11 @@ import resource
 
 import pytest
 
+from cachestore_connector import host_memory
 from cachestore_connector.cli import doctor_memory
-from cachestore_connector.cli.doctor_mounts import Mount
 from cachestore_connector.config import load
-from stored_pages import small_disk
+from cachestore_connector.mounts import Mount
+from disks import small_disk
 
 GIB = 1 << 30
 
@@ -68,14 +69,14 @@ def test_available_memory(tmp_path):
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/meminfo").write_text("MemFree: 1 kB\nMemAvailable: 1000 kB\n")
     (tmp_path / "proc/self/cgroup").write_text("0::/a/b\n")
-    assert doctor_memory.available_memory(str(tmp_path)) == 1000 * 1024
+    assert host_memory.available_memory(str(tmp_path)) == 1000 * 1024
     groups = tmp_path / "sys/fs/cgroup"
     (groups / "a/b").mkdir(parents=True)
     for path, limit, used in ((groups / "a/b", "max", "5"), (groups / "a", "9000", "1000")):
         (path / "memory.max").write_text(limit + "\n")
         (path / "memory.current").write_text(used + "\n")
-    assert doctor_memory.available_memory(str(tmp_path)) == 8000
-    assert doctor_memory.available_memory(str(tmp_path / "none")) is None
+    assert host_memory.available_memory(str(tmp_path)) == 8000
+    assert host_memory.available_memory(str(tmp_path / "none")) is None
 
 
 def test_locked_memory(tmp_path):

@@ -57,26 +57,26 @@ def test_hooks_that_do_not_fit(monkeypatch):
     assert levels(doctor_sglang.hooks(fits(loader=["A.b"])))[-1] == "FAIL"
 
 
-def test_sglang_that_can_not_be_imported(monkeypatch, tmp_path):
-    """Pinned: its last line of error, in a failure; what it prints is no matter."""
-    broken = tmp_path / "sglang"
-    broken.mkdir()
-    (broken / "__init__.py").write_text("print('noise'); raise ImportError('libcuda.so.1: none')")
+def found_with(monkeypatch, tmp_path, code):
+    """What is said of an SGLang that is this code."""
+    (tmp_path / "sglang").mkdir()
+    (tmp_path / "sglang" / "__init__.py").write_text(code)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     installed(monkeypatch, SGLANG)
-    found = doctor_sglang.hooks(doctor_sglang._ask)
+    return doctor_sglang.hooks(doctor_sglang._ask)
+
+
+def test_sglang_that_can_not_be_imported(monkeypatch, tmp_path):
+    """Pinned: its last line of error, in a failure; what it prints is no matter."""
+    code = "print('noise'); raise ImportError('libcuda.so.1: none')"
+    found = found_with(monkeypatch, tmp_path, code)
     assert levels(found) == ["OK", "FAIL"]
     assert "libcuda.so.1: none" in found[1].what
 
 
 def test_sglang_without_the_functions(monkeypatch, tmp_path):
     """Pinned: an SGLang that has none of them: every hook fails, and the loader is off."""
-    empty = tmp_path / "sglang"
-    empty.mkdir()
-    (empty / "__init__.py").write_text("print('noise without a newline', end='')")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    installed(monkeypatch, SGLANG)
-    found = doctor_sglang.hooks(doctor_sglang._ask)
+    found = found_with(monkeypatch, tmp_path, "print('noise without a newline', end='')")
     assert levels(found) == ["OK", *["FAIL"] * 6, "WARN"]
     assert "can't be hooked" in found[1].what
 

@@ -4,15 +4,14 @@ import json
 import os
 import subprocess
 
-from click.testing import CliRunner
-
-from cachestore_connector.cli import main
 from cachestore_connector.store import Store
-from stored_pages import FILE, as_nobody, given, identity, keys, open_place, small_disk, stored
+from command_line import as_nobody, invoke
+from disks import small_disk
+from stored_pages import FILE, given, identity, keys, open_place, stored
 
 
 def run(*words):
-    return CliRunner().invoke(main, ["du", *map(str, words)], env={"COLUMNS": "80"})
+    return invoke("du", *words)
 
 
 def counted(root):

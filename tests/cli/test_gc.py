@@ -8,27 +8,24 @@ import sys
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 from cachestore_connector import instances, leftovers, manifest
-from cachestore_connector.cli import main
 from cachestore_connector.store import Store
+from command_line import as_nobody, invoke, on_a_terminal
+from disks import small_disk
 from stored_pages import (
-    as_nobody,
     blocks,
     dump,
     given,
     identity,
     keys,
-    on_a_terminal,
     open_place,
-    small_disk,
     stored,
 )
 
 
 def run(*words, **more):
-    return CliRunner().invoke(main, ["gc", *map(str, words)], env={"COLUMNS": "80"}, **more)
+    return invoke("gc", *words, **more)
 
 
 def collected(root, *words):

@@ -3,15 +3,14 @@
 import json
 
 import numpy as np
-from click.testing import CliRunner
 
-from cachestore_connector.cli import main
-from stored_pages import as_nobody, identity, keys, open_place
+from command_line import as_nobody, invoke
+from stored_pages import identity, keys, open_place
 from stored_pages import stored as stored_pages
 
 
 def run(*words):
-    return CliRunner().invoke(main, ["ls", *map(str, words)], env={"COLUMNS": "80"})
+    return invoke("ls", *words)
 
 
 def stored(options, pages):

@@ -4,14 +4,14 @@ import subprocess
 import sys
 
 import pytest
-from click.testing import CliRunner
 
-from cachestore_connector.cli import COMMANDS, main
+from cachestore_connector.cli import COMMANDS
+from command_line import invoke
 
 
 def test_help_names_every_command():
     """Pinned: ``--help`` lists the subcommands and the exit statuses."""
-    done = CliRunner().invoke(main, ["--help"])
+    done = invoke("--help")
     assert done.exit_code == 0
     assert "Exit status" in done.output
     for name, what in COMMANDS.items():
@@ -21,14 +21,14 @@ def test_help_names_every_command():
 @pytest.mark.parametrize("name", list(COMMANDS))
 def test_every_command_has_help_and_json(name):
     """Pinned: each is there, says what it does, and has ``--json``."""
-    done = CliRunner().invoke(main, [name, "--help"])
+    done = invoke(name, "--help")
     assert done.exit_code == 0, done.output
     assert "--json" in done.output
 
 
 def test_a_wrong_command_line_is_status_2():
     """Pinned: as everywhere, with a word on what is wrong."""
-    done = CliRunner().invoke(main, ["no-such-command"])
+    done = invoke("no-such-command")
     assert done.exit_code == 2
     assert "no-such-command" in done.output
 

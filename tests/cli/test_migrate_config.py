@@ -2,19 +2,16 @@
 
 import json
 import os
-import subprocess
-import sys
-import tempfile
 
 import pytest
 import yaml
-from click.testing import CliRunner
 
 from cachestore_connector import _ucm_keys, ucm_settings
-from cachestore_connector.cli import main
 from cachestore_connector.config import SETTINGS, SGLANG_KEYS, load
 from cachestore_connector.errors import ConfigError
-from stored_pages import small_disk
+from command_line import as_nobody, invoke
+from disks import small_disk
+from stored_pages import open_place
 
 # What UCM's quickstart for SGLang has its users write.
 QUICKSTART = """
@@ -26,8 +23,7 @@ kv_connector_extra_config:
 
 
 def run(*words):
-    words = ["migrate-config", *map(str, words)]
-    return CliRunner().invoke(main, words, env={"COLUMNS": "80"})
+    return invoke("migrate-config", *words)
 
 
 def written(tmp_path, text, name="ucm.yaml"):
@@ -318,22 +314,10 @@ def test_a_full_disk(tmp_path):
 
 def test_another_users_directory():
     """Pinned: OUT in a directory that isn't this user's: status 3, in one line."""
-    if os.geteuid() != 0:
-        pytest.skip("only root can start a process of another user")
-    script = """
-import os, sys
-from cachestore_connector.cli import main, migrate_config  # before: may not be that user's to read
-"".encode("utf-8-sig")
-os.setgroups([]); os.setegid(65534); os.seteuid(65534)
-main(["migrate-config", sys.argv[1], "-o", sys.argv[2]])
-"""
-    with tempfile.TemporaryDirectory() as place:
-        os.chmod(place, 0o755)
-        path = os.path.join(place, "ucm.yaml")
-        with open(path, "w") as file:
-            file.write(QUICKSTART)
-        command = [sys.executable, "-P", "-c", script, path, os.path.join(place, "out.yaml")]
-        done = subprocess.run(command, capture_output=True, text=True, cwd="/")
+    with open_place() as place:
+        path = place / "ucm.yaml"
+        path.write_text(QUICKSTART)
+        done = as_nobody("migrate-config", path, "-o", place / "out.yaml")
         assert os.listdir(place) == ["ucm.yaml"]
     assert done.returncode == 3, done.stderr
     assert "Permission denied" in done.stderr and "Traceback" not in done.stderr

@@ -3,28 +3,26 @@
 import json
 
 import pytest
-from click.testing import CliRunner
 from crc32c import crc32c
 
-from cachestore_connector.cli import main
+from backends import flip
 from cachestore_connector.store import Store
+from command_line import as_nobody, invoke
+from disks import small_disk
 from stored_pages import (
     FILE,
-    as_nobody,
     blocks,
     dump,
-    flip,
     given,
     identity,
     keys,
     open_place,
-    small_disk,
     stored,
 )
 
 
 def run(*words):
-    return CliRunner().invoke(main, ["show", *map(str, words)], env={"COLUMNS": "80"})
+    return invoke("show", *words)
 
 
 def shown(*words):

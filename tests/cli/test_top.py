@@ -13,10 +13,10 @@ import time
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 from cachestore_connector import stats_reader, stats_view
-from cachestore_connector.cli import main, top
+from cachestore_connector.cli import top
+from command_line import invoke
 
 COUNTERS = {
     "lookup_blocks": 200,
@@ -84,10 +84,9 @@ def files(tmp_path):
 
 def run(files, *words, between=lambda: None, monkeypatch=None):
     """`top`, where nothing sleeps: ``between`` is called between the two readings."""
-    words = ["top", "--directory", str(files.directory), *words]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(top.time, "sleep", lambda _: between())
-        return CliRunner().invoke(main, words, env={"COLUMNS": "80"})
+        return invoke("top", "--directory", files.directory, *words)
 
 
 def shown(files, **options):
@@ -261,10 +260,10 @@ def test_nothing_attached_and_no_such_directory(files, tmp_path):
     done = run(files, "--once")
     assert done.exit_code == 0 and "no backend is attached" in done.stdout
     assert shown(files)["backends"] == []
-    words = ["top", "--once", "--directory", str(tmp_path / "none")]
-    done = CliRunner().invoke(main, words)
+    words = ["top", "--once", "--directory", tmp_path / "none"]
+    done = invoke(*words)
     assert done.exit_code == 3 and str(tmp_path / "none") in done.stderr
-    done = CliRunner().invoke(main, [*words, "--json"])
+    done = invoke(*words, "--json")
     assert done.exit_code == 3 and json.loads(done.stdout)["error"]
 
 
@@ -275,7 +274,7 @@ def test_a_directory_from_the_settings(files, tmp_path, monkeypatch):
     settings.write_text(json.dumps({"cache_buffer_directory": str(files.directory)}))
     monkeypatch.setenv("CACHESTORE_CONFIG", str(settings))
     monkeypatch.setattr(top.time, "sleep", lambda _: None)
-    done = CliRunner().invoke(main, ["top", "--json"])
+    done = invoke("top", "--json")
     assert [each["pid"] for each in json.loads(done.stdout)["backends"]] == [os.getpid()]
 
 
@@ -416,8 +415,7 @@ def test_beside_attached_backends(attach, tmp_path):
     for backend in ranks:
         backend.batch_get_v1(keys(4), host_pools.indices(pool, range(4)))
     counters_become(ranks, cache_stored=3, load_ok=6, load_absent=2, cache_slots_dirty=0)
-    words = ["top", "--json", "--directory", str(tmp_path)]
-    done = CliRunner().invoke(main, words)
+    done = invoke("top", "--json", "--directory", tmp_path)
     view = json.loads(done.stdout)
     assert [each["counters"] for each in view["backends"]] == [r.counters() for r in ranks]
     assert [each["state"] for each in view["backends"]] == ["live"] * 2

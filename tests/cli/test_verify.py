@@ -6,31 +6,28 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
-from click.testing import CliRunner
 
-from cachestore_connector.cli import main
+from backends import flip
 from cachestore_connector.store import Store
+from command_line import as_nobody, invoke, on_a_terminal
+from disks import small_disk
+from rig.server import poll
 from stored_pages import (
     FILE,
-    as_nobody,
     blocks,
     dump,
-    flip,
     given,
     identity,
     keys,
-    on_a_terminal,
     open_place,
-    small_disk,
     stored,
 )
 
 
 def run(*words, **more):
-    return CliRunner().invoke(main, ["verify", *map(str, words)], env={"COLUMNS": "80"}, **more)
+    return invoke("verify", *words, **more)
 
 
 def found(*words):
@@ -165,13 +162,6 @@ def start(root, *words, **more):
     return subprocess.Popen(command, env=os.environ | {"COLUMNS": "80", "TERM": "xterm"}, **more)
 
 
-def until(condition):
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline, "not in time"
-        time.sleep(0.01)
-
-
 def test_interrupted_and_resumed(options):
     """Pinned: Ctrl-C ends it at once with how far it got; --resume reads the rest, each block once.
 
@@ -184,7 +174,7 @@ def test_interrupted_and_resumed(options):
     # Ten blocks a second.
     slow = start(root, "--rate-limit", "0.12", "--threads", "1", stdout=subprocess.PIPE, text=True)
     state = root / ".verify-state"
-    until(state.exists)
+    poll(state.exists, 20, "the state file", interval=0.01)
     slow.send_signal(signal.SIGINT)
     out, _ = slow.communicate(timeout=20)
     assert slow.returncode == 3

@@ -1,4 +1,4 @@
-"""`cachestore doctor`: which file system a path is on."""
+"""Which file system a path is on, as the kernel tells it."""
 
 from __future__ import annotations
 
@@ -42,6 +42,11 @@ class Mount:
     def is_local(self) -> bool:
         """Its I/O is sure to end: it goes without a copy."""
         return self.kind in _LOCAL
+
+    @property
+    def is_in_memory(self) -> bool:
+        """Its files never leave memory."""
+        return self.kind in ("tmpfs", "ramfs")
 
     @property
     def is_network(self) -> bool:
