@@ -26,6 +26,7 @@ import side_pools
 from backends import storage_config
 from host_pools import PAGE
 from pool_stacks import STACKS, WINDOW, Side, Stack
+from rig.server import poll
 
 PAGES = 64  # of each host pool
 LAYERS = 3
@@ -455,7 +456,4 @@ def _key(tokens):
 
 
 def _wait(until):
-    deadline = time.monotonic() + TIMEOUT
-    while not until():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    poll(until, TIMEOUT, "SGLang's storage threads", interval=0.001)

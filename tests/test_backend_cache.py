@@ -8,7 +8,7 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo
 
 import host_pools
-from backends import blocks, counters_become, keys
+from backends import blocks, counters_become, flip, keys
 from cachestore_connector.errors import Code, ConfigError, StoreError
 from cachestore_connector.store import Store
 from process_state import comes_back_to, threads_and_descriptors
@@ -110,9 +110,7 @@ def test_damage_is_a_miss_and_heals(rank, tmp_path):
     writer.close()
     for block in blocks(tmp_path):
         if block.name == writer.identity.block_id(names[1]).hex():
-            content = bytearray(block.read_bytes())
-            content[50] ^= 1
-            block.write_bytes(content)
+            flip(block)
     ranks = [rank(target, 0), rank(target, 1)]
     loaded = [each.batch_get_v1(names, host_pools.indices(target, PAGES)) for each in ranks]
     assert loaded == [[True, False, True, True]] * 2

@@ -1,10 +1,12 @@
 """Models of several pools through the backend: what is stored, reported and restored, and where."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 
-from backends import blocks, counters_become, keys
+from backends import blocks, counters_become, flip, keys
 from pool_stacks import OTHERS, SIX, STACKS, WINDOW, Rank, at_once, stored
 
 EVERY = [(name, layout) for name, stack in STACKS.items() for layout in stack.layouts]
@@ -18,17 +20,7 @@ def damage_cut(path):
     path.write_bytes(path.read_bytes()[:-1])
 
 
-def damage_bit(path):
-    content = bytearray(path.read_bytes())
-    content[3] ^= 1
-    path.write_bytes(content)
-
-
-def damage_gone(path):
-    path.unlink()
-
-
-DAMAGES = [damage_cut, damage_bit, damage_gone]
+DAMAGES = [damage_cut, flip, Path.unlink]
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["known", "told one by one"])

@@ -2,6 +2,7 @@
 
 import collections
 import importlib
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 
 import host_pools
 import side_pools
-from backends import blocks, counters_become
+from backends import blocks, counters_become, flip
 from cachestore_connector import plugin
 from host_pools import PAGE
 from hybrid_controllers import KINDS, Server, joined, prefetched, published
@@ -87,16 +88,6 @@ def has_windows(name):
     return any(side.window for side in KINDS[name].sides)
 
 
-def damage_bit(path):
-    content = bytearray(path.read_bytes())
-    content[3] ^= 1
-    path.write_bytes(content)
-
-
-def damage_gone(path):
-    path.unlink()
-
-
 @pytest.mark.parametrize("prefix_keys", [False, True], ids=["", "prefix keys"])
 @pytest.mark.parametrize("name", KINDS)
 def test_a_restart(server, name, prefix_keys):
@@ -144,7 +135,7 @@ def test_shorter_prompts(server, name):
         check(reader, writer, expected, chain(pages))
 
 
-@pytest.mark.parametrize("damage", [damage_bit, damage_gone])
+@pytest.mark.parametrize("damage", [flip, Path.unlink])
 @pytest.mark.parametrize("name", KINDS)
 def test_a_damaged_part(server, tmp_path, name, damage):
     """Pinned (F03): a prefetch ends where every pool is whole, or loads nothing; never else.
@@ -153,7 +144,7 @@ def test_a_damaged_part(server, tmp_path, name, damage):
     before it, or all or nothing where there are windows or states. Each pool has a chain.
     """
     kind, legal = KINDS[name], 3 if has_windows(name) else 4
-    first = 0 if has_windows(name) and damage is damage_bit else legal
+    first = 0 if has_windows(name) and damage is flip else legal
     damaged = {side.name: 5 if side.window else 4 for side in kind.sides}
     if kind.anchor is not side_pools.logical_pool:
         damaged["kv"] = 4
@@ -184,7 +175,7 @@ def test_what_is_missing_is_stored_again(server, tmp_path, name):
     pools, key = again.backend._pools, writer.hashes(SIX)[5]
     lost, *others = [again.block(tmp_path / "store", pool, key) for pool in pools]
     written = [path.stat().st_ino for path in others]
-    damage_gone(lost)
+    lost.unlink()
     stored(again)
     again.detach()
     assert lost.exists() and [path.stat().st_ino for path in others] == written
@@ -272,7 +263,7 @@ def test_two_context_ranks(server, tmp_path, monkeypatch, split):
         check(reader, writer, 6)
 
 
-@pytest.mark.parametrize("damage", [damage_bit, damage_gone])
+@pytest.mark.parametrize("damage", [flip, Path.unlink])
 @pytest.mark.parametrize(
     ("name", "pool"), [("mla_hybrid", "mamba"), ("mla_hybrid", "draft"), ("minimax", "kv")]
 )
@@ -284,7 +275,7 @@ def test_ranks_agree(server, tmp_path, monkeypatch, name, pool, damage):
     readers = joined(ranks_of(server, name, 107), monkeypatch)
     damage(readers[1].block(tmp_path / "store", pool, writers[1].hashes(SIX)[5]))
     legal = 3 if has_windows(name) else 5
-    for expected in (0, legal) if legal == 3 and damage is damage_bit else (legal,):
+    for expected in (0, legal) if legal == 3 and damage is flip else (legal,):
         assert prefetched(readers, SIX) == [expected * PAGE] * 2
         for reader, writer in zip(readers, writers, strict=True):
             check(reader, writer, expected)

@@ -7,7 +7,7 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 
 import host_pools
-from backends import blocks, keys
+from backends import blocks, flip, keys
 from cachestore_connector.errors import ConfigError
 
 LCM, HEADS, PAGES = 4, 8, 6
@@ -131,9 +131,7 @@ def test_a_page_is_there_when_all_its_chunks_are(attach, tmp_path):
             for each in blocks(tmp_path)
             if each.name == name and identity.directory_name in str(each)
         )
-        damaged_bytes = bytearray(path.read_bytes())
-        damaged_bytes[5] ^= 1
-        path.write_bytes(damaged_bytes)
+        flip(path)
         indices = host_pools.indices(reader.pools[0], range(PAGES))
         got = backend.batch_get_v1(names, indices)
         assert got == [each not in (page, 4) for each in range(PAGES)]

@@ -1,6 +1,5 @@
 """The file for `cachestore top`: what it has, who may read it, and what may go wrong with it."""
 
-import contextlib
 import json
 import os
 import stat
@@ -15,6 +14,7 @@ from cachestore_connector import stats_reader
 from cachestore_connector.page_counts import FIELDS
 from cachestore_connector.stats_file import StatsFile
 from cachestore_connector.ticker import Ticker
+from disks import small_disk
 from rig.server import poll
 
 
@@ -36,22 +36,6 @@ def file(tmp_path, failures):
     yield make
     for each in made:
         each.close()
-
-
-@contextlib.contextmanager
-def small_disk(path):
-    """64 KiB, mounted for the length of a ``with``; skips the test, saying why, if it can't be."""
-    if os.geteuid() != 0:
-        pytest.skip("not root: a file system can't be mounted")
-    path.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(path)]
-    done = subprocess.run(mount, capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"mounting isn't permitted here: {done.stderr.strip()}")
-    try:
-        yield path
-    finally:
-        subprocess.run(["umount", "--lazy", str(path)], check=True)
 
 
 def mine(tmp_path):
@@ -185,7 +169,7 @@ def test_a_directory_that_cannot_be_used(attach, caplog, tmp_path, kind):
 
 def test_a_full_and_a_read_only_directory(file, failures, tmp_path):
     """Pinned: one complaint a row of failures, no scrap; once there is room it is written again."""
-    with small_disk(tmp_path / "disk") as disk:
+    with small_disk(tmp_path / "disk", "size=64k") as disk:
         stats = file(disk)
         stats.write({"counters": {"load_ok": 1}})
         (path,) = read(disk)

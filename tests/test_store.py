@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from backends import flip
 from cachestore_connector.errors import (
     Code,
     StoreClosed,
@@ -86,9 +87,7 @@ def test_damage_is_a_counted_miss_and_heals(store, options):
     memory, ids = Memory(1, [100, 37], seed=5), block_ids(1)
     store.dump(ids, memory.addresses(), memory.lengths())
     (path,) = Path(options().storage_backends[0]).rglob("blocks/*/*")
-    content = bytearray(path.read_bytes())
-    content[50] ^= 1
-    path.write_bytes(content)
+    flip(path)
     target = Memory(1, [100, 37])
     assert store.load(ids, target.addresses(), target.lengths()) == [Code.CORRUPT]
     assert store.lookup(ids) == [False]

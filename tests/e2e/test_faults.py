@@ -8,27 +8,13 @@ import time
 
 import pytest
 
+from backends import flip
+from disks import mounted
+
 PROMPT = 690
 STORED = 640
 PAGES = 10
 PAGE = 64
-
-
-@contextlib.contextmanager
-def mounted(path, *options, source="tmpfs"):
-    """A mount for the length of a ``with``; skips the test, saying why, where none can be made."""
-    if os.geteuid() != 0:
-        pytest.skip("not root: a file system can't be mounted, and root's files have no mode bits")
-    path.mkdir(parents=True, exist_ok=True)
-    done = subprocess.run(
-        ["mount", *options, str(source), str(path)], capture_output=True, text=True
-    )
-    if done.returncode:
-        pytest.skip(f"mounting isn't permitted here: {done.stderr.strip()}")
-    try:
-        yield path
-    finally:
-        subprocess.run(["umount", "--lazy", str(path)], check=True)
 
 
 @contextlib.contextmanager
@@ -129,16 +115,12 @@ def test_full_disk(
 
 def flip_a_byte(path):
     """Right length, wrong bytes (F04)."""
-    data = bytearray(path.read_bytes())
-    data[1234] ^= 1
-    path.write_bytes(data)
+    flip(path, 1234)
 
 
 def flip_a_byte_of_the_record(path):
     """The last 4096 bytes say what the block is."""
-    data = bytearray(path.read_bytes())
-    data[-4096 + 20] ^= 1
-    path.write_bytes(data)
+    flip(path, -4096 + 20)
 
 
 def cut(path):

@@ -1,6 +1,8 @@
 // What a clear does to the dumps that are under way. The rest: conformance.cc.
 #include <filesystem>
 #include <fstream>
+#include <functional>
+#include <memory>
 #include <thread>
 
 #include "fixture.h"
@@ -88,22 +90,32 @@ TEST(Clear, TakesNoDumpThatComesAfterAnothersClear) {
   }
 }
 
+// Two stores of one directory, and a page that the first one dumps.
+struct TwoStores {
+  TwoStores() { pages.Fill(); }
+  // What comes about when its block is about to be renamed.
+  void AtRename(const std::function<void()>& then) {
+    env.Before(Op::kRename, On("/blocks/", [this, then](FaultEnv::Call&) {
+                 env.NoHooks();
+                 then();
+                 return Status::Ok();
+               }));
+  }
+
+  const TempDir root;
+  StoreSetup setup{{root.path()}};
+  FaultEnv env;
+  const std::unique_ptr<Store> store = OpenOrFail(setup, env);
+  const std::unique_ptr<Store> other = OpenOrFail(setup);
+  Pages pages{setup, 0, 1};
+};
+
 // Between the rename and the look after it.
 TEST(Clear, TakesABlockThatItsRenameHasMissed) {
-  const TempDir root;
-  StoreSetup setup({root.path()});
-  FaultEnv env;
-  const auto store = OpenOrFail(setup, env);
-  const auto other = OpenOrFail(setup);
-  Pages pages(setup, 0, 1);
-  pages.Fill();
-  env.Before(Op::kRename, On("/blocks/", [&](FaultEnv::Call&) {
-               env.NoHooks();
-               EXPECT_OK(other->Clear());
-               return Status::Ok();
-             }));
-  EXPECT_TRUE(DumpAll(*store, pages) == Repeated(1, CS_OK));
-  EXPECT_TRUE(LookupAll(*other, pages) == std::vector<uint8_t>(1, 0));
+  TwoStores two;
+  two.AtRename([&] { EXPECT_OK(two.other->Clear()); });
+  EXPECT_TRUE(DumpAll(*two.store, two.pages) == Repeated(1, CS_OK));
+  EXPECT_TRUE(LookupAll(*two.other, two.pages) == std::vector<uint8_t>(1, 0));
 }
 
 // Files made at once can have the same time, by the clock's tick.
@@ -118,35 +130,27 @@ void WaitForAnotherFileTime(const TempDir& root) {
 
 // Nor is such a block taken for stored by what comes after the clear.
 TEST(Clear, TakesNothingThatComesWhileItTakesSuchABlock) {
-  const TempDir root;
-  StoreSetup setup({root.path()});
-  FaultEnv env;
-  const auto store = OpenOrFail(setup, env);
-  const auto other = OpenOrFail(setup);
-  Pages pages(setup, 0, 1);
-  pages.Fill();
+  TwoStores two;
   Gate gate;
-  env.Before(Op::kRename, On("/blocks/", [&](FaultEnv::Call&) {
-               env.NoHooks();
-               WaitForAnotherFileTime(root);
-               EXPECT_OK(other->Clear());
-               env.Before(Op::kStat, On("/cleared", Holding(gate)));
-               return Status::Ok();
-             }));
-  const Result<cs_task> dump = store->Dump(pages.batch());
+  two.AtRename([&] {
+    WaitForAnotherFileTime(two.root);
+    EXPECT_OK(two.other->Clear());
+    two.env.Before(Op::kStat, On("/cleared", Holding(gate)));
+  });
+  const Result<cs_task> dump = two.store->Dump(two.pages.batch());
   ASSERT_OK(dump);
   ASSERT_TRUE(gate.WaitArrived(1));
   // Not for those either who ask, or load.
-  EXPECT_TRUE(LookupAll(*other, pages) == std::vector<uint8_t>(1, 0));
-  EXPECT_TRUE(LoadAll(*other, pages) == Repeated(1, CS_NOT_FOUND));
-  pages.Fill();
-  EXPECT_TRUE(DumpAll(*other, pages) == Repeated(1, CS_OK));
+  EXPECT_TRUE(LookupAll(*two.other, two.pages) == std::vector<uint8_t>(1, 0));
+  EXPECT_TRUE(LoadAll(*two.other, two.pages) == Repeated(1, CS_NOT_FOUND));
+  two.pages.Fill();
+  EXPECT_TRUE(DumpAll(*two.other, two.pages) == Repeated(1, CS_OK));
   gate.Open();
-  EXPECT_TRUE(WaitFor(*store, dump.value(), 1) == Repeated(1, CS_OK));
-  EXPECT_TRUE(LookupAll(*other, pages) == std::vector<uint8_t>(1, 1));
-  pages.Poison();
-  EXPECT_TRUE(LoadAll(*other, pages) == Repeated(1, CS_OK));
-  EXPECT_TRUE(pages.HoldsAll());
+  EXPECT_TRUE(WaitFor(*two.store, dump.value(), 1) == Repeated(1, CS_OK));
+  EXPECT_TRUE(LookupAll(*two.other, two.pages) == std::vector<uint8_t>(1, 1));
+  two.pages.Poison();
+  EXPECT_TRUE(LoadAll(*two.other, two.pages) == Repeated(1, CS_OK));
+  EXPECT_TRUE(two.pages.HoldsAll());
 }
 
 }  // namespace cachestore::test
