@@ -40,15 +40,21 @@ def listed(identity: Path) -> list[Path]:
 def is_alive(instance: Path) -> bool | None:
     """Whether the store with this directory in `tmp` is open; None if that can't be told."""
     try:
-        fd = os.open(instance / LOCK, os.O_RDONLY | os.O_NONBLOCK | _OPEN)
+        return is_locked(instance / LOCK)
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError:
         return None
+
+
+def is_locked(path: Path, first: int = 0, count: int = 0) -> bool:
+    """Whether anybody holds a lock in a range of bytes of a file; ``count`` 0: to its end.
+
+    Raises OSError for a file that can't be opened, or where there are no locks.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | _OPEN)
     try:
-        answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _whole_file())
-    except OSError:
-        return None
+        answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _range(first, count))
     finally:
         os.close(fd)
     return struct.unpack_from("@h", answer)[0] != fcntl.F_UNLCK
@@ -112,7 +118,7 @@ def remove(instance: Path) -> None:
 
 def _lock(fd: int, *, missing_is_well: bool = False) -> bool:
     try:
-        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _whole_file())
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _range(0, 0))
     except OSError as error:
         return missing_is_well and error.errno in _NO_LOCKS
     return True
@@ -125,6 +131,6 @@ def _names(path: Path, fd: int) -> bool:
         return False
 
 
-def _whole_file() -> bytes:
+def _range(first: int, count: int) -> bytes:
     """A `struct flock`: type, whence, start, length, pid."""
-    return struct.pack("@hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    return struct.pack("@hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, first, count, 0)

@@ -75,7 +75,7 @@ def _leftover(kind: Kind, path: Path, why: str = "") -> Leftover:
 def _find_in(identity: on_disk.StoredIdentity, found: Found) -> None:
     path = identity.path
     is_open = instances.is_open(path)
-    old = _older_version(path)
+    old = older_version(path)
     kind = Kind.OLD if old else None if _has_blocks(path) else Kind.EMPTY
     if kind is not None:
         if is_open is False:
@@ -107,7 +107,7 @@ def _has_blocks(identity: Path) -> bool:
     return any(files for _, _, files in os.walk(identity / on_disk.BLOCKS, onerror=fail))
 
 
-def _older_version(identity: Path) -> str:
+def older_version(identity: Path) -> str:
     """Which version before this one an identity is of, in words; empty if of none.
 
     Manifests of old versions lack what `manifest.read` wants, so that only the number is looked at.

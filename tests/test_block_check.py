@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from crc32c import crc32c
 
+from backends import flip
 from cachestore_connector import block_check, on_disk
 from cachestore_connector.block_check import Checker, RateLimit, State, Stopped
-from stored_pages import FILE, SIZES, blocks, flip, identity, keys, stored
+from stored_pages import FILE, SIZES, blocks, identity, keys, stored
 
 
 @pytest.fixture

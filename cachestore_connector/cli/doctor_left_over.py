@@ -6,35 +6,17 @@ age; nothing is removed here.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
-import struct
 from pathlib import Path
 
-from .. import on_disk
-from ..identity import FORMAT_VERSION
+from .. import clearing, instances, leftovers, on_disk
 from . import output
 from .doctor_finding import Finding, ok, warn
 
 _REGION = re.compile(r"cachestore-region-(\d+)-[0-9a-f]{32}")
 _STATS = re.compile(r"cachestore-stats-(\d+)")
-_FLOCK = struct.Struct("hhqqi4x")  # struct flock
 _REGION_LOCKS = (0, 16 + 64)  # the attach lock, and one byte for each process
-
-
-def is_locked(path: Path, first: int = 0, count: int = 0) -> bool:
-    """Whether anybody holds a lock in a range of bytes of a file; ``count`` 0: to its end.
-
-    Raises OSError for a file that can't be opened.
-    """
-    number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, first, count, 0)
-        answer = fcntl.fcntl(number, fcntl.F_OFD_GETLK, asked)
-        return _FLOCK.unpack(answer)[0] != fcntl.F_UNLCK
-    finally:
-        os.close(number)
 
 
 def segments(directory: str) -> list[Finding]:
@@ -51,7 +33,7 @@ def segments(directory: str) -> list[Finding]:
             continue
         try:
             size = path.lstat().st_size
-            alive = is_locked(path, *_REGION_LOCKS)
+            alive = instances.is_locked(path, *_REGION_LOCKS)
         except FileNotFoundError:
             continue
         except OSError:
@@ -115,16 +97,16 @@ def in_directory(root: str) -> list[Finding]:
     abandoned, trash, old, foreign, damaged = [], [], [], [], []
     for identity in on_disk.identities(root):
         try:
-            abandoned += _abandoned(identity.path / "tmp")
-            trash += _entries(identity.path / "trash")
+            listed = instances.listed(identity.path)
+            abandoned += [each for each in listed if instances.is_alive(each) is False]
+            trash += clearing.trash(identity.path)
         except PermissionError:
             foreign.append(identity.path)
             continue
-        if identity.problem:
-            damaged.append(f"{identity.path}: {identity.problem}")
-        version = identity.manifest and identity.manifest.identity.get("format_version")
-        if isinstance(version, int) and version < FORMAT_VERSION:
+        if leftovers.older_version(identity.path):
             old.append(identity.path)
+        elif identity.problem:
+            damaged.append(f"{identity.path}: {identity.problem}")
     if abandoned:
         found.append(
             warn(
@@ -170,26 +152,3 @@ def in_directory(root: str) -> list[Finding]:
             )
         )
     return found or [ok(check, f"none in {root}")]
-
-
-def _entries(directory: Path) -> list[Path]:
-    try:
-        return [directory / name for name in sorted(os.listdir(directory))]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-
-
-def _abandoned(directory: Path) -> list[Path]:
-    left = []
-    for instance in _entries(directory):
-        try:
-            if not is_locked(instance / "lock"):
-                left.append(instance)
-        except PermissionError:
-            raise
-        except (FileNotFoundError, NotADirectoryError):
-            # Being made or removed; without a lock nobody can be told to be alive.
-            continue
-        except OSError:
-            continue  # no locks there: nothing can be told
-    return left

@@ -7,11 +7,10 @@ import os
 from pathlib import Path
 
 from .. import config as settings
-from .. import on_disk
+from .. import instances, on_disk
 from ..mounts import nearest
 from . import output
 from .doctor_finding import Finding, fail, ok, warn
-from .doctor_left_over import is_locked
 
 _GIB = 1 << 30
 # Files that are counted where no collector says what is used; half a second.
@@ -69,7 +68,7 @@ def _state(path: str) -> dict[str, int]:
 def limits_agree(path: str, config: settings.Config, capacity: int, reserve: int) -> list[Finding]:
     """Whether who evicts there now does it by the same limits as these."""
     try:
-        if not is_locked(Path(path, "collector", "lock")):
+        if not instances.is_locked(Path(path, "collector", "lock")):
             return []
     except OSError:
         return []
