@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import click
 
 from .. import clearing, disk_usage, instances, on_disk
 from ..errors import CacheStoreError
 from . import output, places
 
-_BUFFERS = "/dev/shm"
 _OPEN = {True: "yes", False: "no", None: "?"}
 
 
@@ -41,8 +38,7 @@ def clear(
     """Remove all blocks of a cache, beside running servers too.
 
     Lists it first and asks. Servers that have it open notice with their next request; what they
-    accepted for storing before isn't there afterwards. What they hold in a shared buffer stays
-    until it is displaced: to drop that as well, clear by SGLang (docs/cli.md).
+    accepted for storing before isn't there afterwards, nor what their shared buffers hold.
     """
     roots = places.roots(stores, config_path)
     if not dry_run:
@@ -55,9 +51,6 @@ def clear(
         for each, usage, is_open in zip(chosen, before, opened, strict=True)
     ]
     out.table(("directory", "blocks", "allocated", "open"), rows, right="blocks,allocated")
-    buffers = _shared_buffers(chosen, config_path)
-    for buffer in buffers:
-        out.line(f"what is in a shared buffer stays until it is displaced: {buffer}")
     total = sum(usage.allocated for usage in before)
     cleared: list[str] = []
     failed: list[tuple[str, str]] = []
@@ -89,26 +82,12 @@ def clear(
                 }
                 for each, usage, is_open in zip(chosen, before, opened, strict=True)
             ],
-            "shared_buffers": buffers,
             "cleared": cleared,
             "failed": [{"path": path, "problem": problem} for path, problem in failed],
             "dry_run": dry_run,
         }
     )
     return output.Status.FAILED if failed else output.Status.OK
-
-
-def _shared_buffers(chosen: list[on_disk.StoredIdentity], config_path: str | None) -> list[str]:
-    """Those in which pages of the identities may be: docs/format.md, "What is in shared memory"."""
-    place = _BUFFERS
-    if config_path is not None:
-        place = places.load_config(config_path).cache_buffer_directory
-    found: set[str] = set()
-    for identity in chosen:
-        if identity.manifest is not None:
-            digits = identity.manifest.fingerprint[:16].hex()
-            found |= {str(path) for path in Path(place).glob(f"cachestore-region-*-{digits}")}
-    return sorted(found)
 
 
 def _chosen(roots: list[str], names: tuple[str, ...]) -> list[on_disk.StoredIdentity]:

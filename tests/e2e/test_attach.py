@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from command_line import invoke
+
 PROMPT = 690
 STORED = 640
 PAGES = 10
@@ -150,4 +152,18 @@ def test_clear_takes_one_identitys_blocks(
         storage.wait(PAGES, identity="ours-*")
         restored(server, ids, STORED, cold)
     with attached(server, "cachestore", theirs):
+        restored(server, ids, STORED, cold)
+
+
+def test_clear_by_the_command_line(deepseek_server, attached, storage, prompt, computed, restored):
+    """Pinned: `cachestore clear` empties files and the buffer of a server that runs."""
+    server, ids = deepseek_server, prompt(PROMPT, seed=34)
+    with attached(server, "cachestore", storage.config()):
+        cold = computed(server, ids)
+        storage.wait(PAGES)
+        done = invoke("clear", "--store", storage.root, "--identity", "all", "--yes")
+        assert done.exit_code == 0, done.output
+        assert storage.blocks() == []
+        restored(server, ids, 0, cold)
+        storage.wait(PAGES)  # what was in the buffer isn't taken for stored
         restored(server, ids, STORED, cold)

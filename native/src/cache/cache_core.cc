@@ -34,6 +34,7 @@ CacheCore::CacheCore(Region& region, SlotTable& slots, Tier& below, const Geomet
 void CacheCore::Reclaim() {
   // Before the look: what is cleared after it isn't stored.
   const uint64_t epoch = below_.Epoch();
+  FollowClears();
   std::vector<SlotRef> slots = slots_.ReclaimDead();
   if (slots.empty()) return;
   events_.Add(CS_EVENT_INFO,
@@ -74,6 +75,20 @@ void AddSlot(Batch& batch, const Region& region, uint32_t slot, const Geometry& 
     batch.addresses.push_back(tensor);
     tensor += size;
   }
+}
+
+// Compares with what this process has seen before and not only with the region, so
+// that two processes that see different marks (a directory is out of use in one)
+// don't clear it by turns.
+void CacheCore::FollowClears() {
+  const uint64_t latest = below_.LatestClear();
+  if (followed_clear_.load(std::memory_order_acquire) == latest) return;
+  const SlotTable::Follow followed = slots_.FollowClear(latest);
+  if (followed == SlotTable::Follow::kLocked) return;  // next time
+  followed_clear_.store(latest, std::memory_order_release);
+  if (followed != SlotTable::Follow::kCleared) return;
+  (void)Thrown(
+      [&] { events_.Add(CS_EVENT_INFO, "the storage was cleared: so is the cache buffer"); });
 }
 
 void CacheCore::NoteUse(std::span<const BlockId> blocks, const std::optional<BlockId>& parent) {

@@ -66,6 +66,11 @@ class CacheCore {
   Result<std::shared_ptr<Request>> StartBelow(
       Batch batch, Status (Tier::*start)(const std::shared_ptr<Request>&), Done done);
 
+  // Forgets what somebody has cleared who doesn't share the region: another host,
+  // the command line. To be called before whatever looks at slots: one look at the
+  // storage's mark, and no lock while it is the old one. Throws nothing.
+  void FollowClears();
+
   // Counts a request's use of its blocks, here and in the tier below, which
   // doesn't see those that a slot served. At its end; without locks.
   void NoteUse(std::span<const BlockId> blocks, const std::optional<BlockId>& parent);
@@ -116,6 +121,9 @@ class CacheCore {
   const std::chrono::milliseconds timeout_;
   CacheCounters counters_;
   std::unique_ptr<WaitList> waits_;
+  // Tier::LatestClear of the tier below, as the region was last compared with it;
+  // at first nothing that it would be.
+  std::atomic<uint64_t> followed_clear_{UINT64_MAX};
 
   mutable std::mutex mutex_;  // guards all below
   std::condition_variable stored_;

@@ -181,7 +181,8 @@ CacheTier::CacheTier(CacheOptions options, std::unique_ptr<Region> region,
       dump_executor_({"cs-h2h-dump", options_.workers, cpus, CopyKernel::kAuto}),
       loads_(core_, load_executor_, options_.queue_depth),
       dumps_(core_, dump_executor_, options_.queue_depth) {
-  core_.ReclaimSoon();  // what processes left that died before we came
+  core_.FollowClears();  // made while nobody looked
+  core_.ReclaimSoon();   // what processes left that died before we came
 }
 
 CacheTier::~CacheTier() {
@@ -192,6 +193,7 @@ CacheTier::~CacheTier() {
 void CacheTier::Lookup(uint32_t pool, std::span<const BlockId> blocks, std::span<uint8_t> present) {
   if (pool != 0) return below_->Lookup(pool, blocks, present);
   std::fill(present.begin(), present.end(), uint8_t{0});
+  core_.FollowClears();
   (void)slots_.Lookup(blocks, present);
   std::vector<BlockId> rest;
   std::vector<size_t> where;
@@ -212,6 +214,7 @@ void CacheTier::Lookup(uint32_t pool, std::span<const BlockId> blocks, std::span
 size_t CacheTier::LookupPrefix(uint32_t pool, std::span<const BlockId> blocks) {
   if (pool != 0) return below_->LookupPrefix(pool, blocks);
   std::vector<uint8_t> cached(blocks.size(), 0);
+  core_.FollowClears();
   (void)slots_.Lookup(blocks, cached);
   size_t length = 0;
   while (length < blocks.size()) {

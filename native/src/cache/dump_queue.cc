@@ -63,6 +63,7 @@ Status DumpQueue::Dump(const std::shared_ptr<Request>& request) {
     return admitted;
   }
   // Not before: a refused request does no I/O.
+  core_.FollowClears();
   call->epoch = core_.slots().epoch();
   call->epoch_below = core_.below().Epoch();
   return admission_.Submit(*request, [&] {

@@ -44,6 +44,7 @@ Status LoadQueue::Load(const std::shared_ptr<Request>& request) {
       !admitted.ok()) {
     return admitted;
   }
+  core_.FollowClears();
   return admission_.Submit(*request, [&] {
     return executor_.Submit(std::move(steps)) ? Status::Ok()
                                               : Status(CS_CLOSED, "the store is closing");

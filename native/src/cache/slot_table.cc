@@ -386,6 +386,19 @@ void SlotTable::Touch(std::span<const BlockId> blocks, const BlockId* parent) {
 bool SlotTable::Clear(uint64_t latest_clear) {
   const Region::Lock lock(region_);
   if (!lock.ok()) return false;
+  ClearLocked(latest_clear);
+  return true;
+}
+
+SlotTable::Follow SlotTable::FollowClear(uint64_t latest_clear) {
+  const Region::Lock lock(region_);
+  if (!lock.ok()) return Follow::kLocked;
+  if (region_.header().latest_clear == latest_clear) return Follow::kHadHeard;
+  ClearLocked(latest_clear);
+  return Follow::kCleared;
+}
+
+void SlotTable::ClearLocked(uint64_t latest_clear) {
   RegionHeader& h = region_.header();
   h.epoch.fetch_add(1, std::memory_order_release);
   h.latest_clear = latest_clear;
@@ -399,7 +412,6 @@ bool SlotTable::Clear(uint64_t latest_clear) {
       entry.orphan = 1;
     }
   }
-  return true;
 }
 
 SlotCounts SlotTable::Counts() {

@@ -99,6 +99,10 @@ class SlotTable {
   // False: the mutex was not to be had, and nothing is cleared. `latest_clear`:
   // of the tier below, to be kept with the region.
   [[nodiscard]] bool Clear(uint64_t latest_clear);
+  // Clears unless `latest_clear` is the one that the region has heard of last: of
+  // clears made by whoever doesn't share it.
+  enum class Follow { kLocked, kHadHeard, kCleared };
+  [[nodiscard]] Follow FollowClear(uint64_t latest_clear);
   SlotCounts Counts();
 
   // Gives back what dead processes held; returns their dirty slots, which are
@@ -115,6 +119,7 @@ class SlotTable {
   SlotEntry& Entry(SlotRef ref) const { return region_.slot(ref.slot); }
   bool IsCurrent(SlotRef ref) const;
   void Publish(SlotEntry& entry, uint32_t slot, bool dirty);
+  void ClearLocked(uint64_t latest_clear);
   void Use(uint32_t slot);
   uint32_t Take(bool for_load);
   Claim ClaimFree(const BlockId& block, bool for_load);

@@ -396,11 +396,9 @@ uint64_t PosixTier::Epoch() const {
 
 uint64_t PosixTier::LatestClear() const {
   core_->NoticeClears(/*pool=*/0, /*aside=*/nullptr);
-  uint64_t mixed = 0;
-  for (const auto& directory : core_->io(0).directories()) {
-    mixed = mixed * 31 + directory->latest_clear();
-  }
-  return mixed;
+  uint64_t sum = 0;  // of hashes; in whatever order a process has the directories
+  for (const auto& directory : core_->io(0).directories()) sum += directory->latest_clear();
+  return sum;
 }
 
 void PosixTier::AddStats(cs_stats& stats) const {

@@ -1,5 +1,9 @@
 // A clear and what is under way around it, on the cache tier. The rest:
 // conformance.cc, posix/clear_test.cc.
+#include <memory>
+#include <utility>
+#include <vector>
+
 #include "fixture.h"
 #include "harness.h"
 
@@ -110,6 +114,99 @@ TEST(CacheClear, TakesWhatOthersAreStoring) {
   EXPECT_TRUE(Eventually([&] { return storing->Stats().cache_slots_dirty == 0; }));
   EXPECT_TRUE(AreAbsent(*storing, pages));
   EXPECT_TRUE(AreAbsent(*clearing, pages));
+}
+
+// A store of the same storage with another buffer: as if on another host.
+std::unique_ptr<Store> OpenElsewhere(const StoreSetup& setup, const TempDir& buffers) {
+  StoreSetup other = setup;
+  other.buffer_directory = buffers.path();
+  return OpenOrFail(other);
+}
+
+// Stored, and ready in the buffer.
+void DumpToTheStorage(Store& store, const Pages& pages) {
+  EXPECT_TRUE(DumpAll(store, pages) == Repeated(pages.size(), CS_OK));
+  EXPECT_TRUE(Eventually([&] { return store.Stats().cache_slots_dirty == 0; }));
+}
+
+// Whatever this process asks first, after a clear by whoever doesn't share its buffer.
+TEST(CacheClear, ByAnotherHostIsFollowed) {
+  enum First { kLookup, kPrefix, kLoad, kDump };
+  for (const First first : {kLookup, kPrefix, kLoad, kDump}) {
+    const TempDir root;
+    const TempDir elsewhere;
+    const StoreSetup setup = SharedSetup(root);
+    const auto store = OpenOrFail(setup);
+    const auto other = OpenElsewhere(setup, elsewhere);
+    ASSERT_TRUE(store != nullptr && other != nullptr);
+    Pages pages(setup, 0, 4);
+    pages.Fill();
+    DumpToTheStorage(*store, pages);
+    EXPECT_OK(other->Clear());
+    if (first == kLookup) {
+      EXPECT_TRUE(AreAbsent(*store, pages));
+    } else if (first == kPrefix) {
+      const Result<size_t> length = store->LookupPrefix(0, pages.block_ids());
+      ASSERT_OK(length);
+      EXPECT_EQ(length.value(), 0u);
+    } else if (first == kLoad) {
+      EXPECT_TRUE(LoadAll(*store, pages) == Repeated(4, CS_NOT_FOUND));
+    }
+    DumpToTheStorage(*store, pages);  // anew: it isn't taken for what was there
+    EXPECT_TRUE(LookupAll(*other, pages) == std::vector<uint8_t>(4, 1));
+    EXPECT_EQ(store->Stats().cache_hit, 0u);
+    pages.Poison();
+    EXPECT_TRUE(LoadAll(*store, pages) == Repeated(4, CS_OK));
+    EXPECT_TRUE(pages.HoldsAll());
+    EXPECT_EQ(store->Stats().cache_hit, 4u);  // nothing more was forgotten
+  }
+}
+
+// Nobody has asked for anything since: the next process to attach sees to it.
+TEST(CacheClear, ByAnotherHostIsFollowedByWhoJoins) {
+  const TempDir root;
+  const TempDir elsewhere;
+  const StoreSetup setup = SharedSetup(root);
+  const auto idle = OpenOrFail(setup);
+  const auto other = OpenElsewhere(setup, elsewhere);
+  ASSERT_TRUE(idle != nullptr && other != nullptr);
+  Pages pages(setup, 0, 4);
+  pages.Fill();
+  DumpToTheStorage(*idle, pages);
+  EXPECT_EQ(idle->Stats().cache_slots - idle->Stats().cache_slots_free, 4u);
+  EXPECT_OK(other->Clear());
+  const auto joining = OpenOrFail(setup);
+  ASSERT_TRUE(joining != nullptr);
+  EXPECT_EQ(joining->Stats().cache_slots, joining->Stats().cache_slots_free);
+  DumpToTheStorage(*joining, pages);
+  EXPECT_TRUE(LookupAll(*idle, pages) == std::vector<uint8_t>(4, 1));  // not once more
+}
+
+// What one process has noticed, the next one doesn't clear again: neither one that
+// notices later, nor one that names its directories in another order.
+TEST(CacheClear, ByAnotherHostIsFollowedOnce) {
+  const TempDir root;
+  const TempDir elsewhere;
+  StoreSetup setup = SharedSetup(root);
+  setup.roots = {root.path() + "/a", root.path() + "/b"};
+  StoreSetup reversed = setup;
+  std::swap(reversed.roots[0], reversed.roots[1]);
+  const auto first = OpenOrFail(setup);
+  const auto second = OpenOrFail(setup);
+  const auto other = OpenElsewhere(setup, elsewhere);
+  ASSERT_TRUE(first != nullptr && second != nullptr && other != nullptr);
+  EXPECT_OK(other->Clear());
+  Pages pages(setup, 0, 8);
+  pages.Fill();
+  DumpToTheStorage(*first, pages);
+  pages.Poison();
+  EXPECT_TRUE(LoadAll(*second, pages) == Repeated(8, CS_OK));
+  EXPECT_TRUE(pages.HoldsAll());
+  EXPECT_EQ(second->Stats().cache_hit, 8u);
+  const auto third = OpenOrFail(reversed);
+  ASSERT_TRUE(third != nullptr);
+  EXPECT_TRUE(LoadAll(*third, pages) == Repeated(8, CS_OK));
+  EXPECT_EQ(third->Stats().cache_hit, 8u);
 }
 
 }  // namespace

@@ -78,6 +78,32 @@ TEST(Dirty, StoredByWhoFindsAnAbandonedRegion) {
   EXPECT_EQ(next.Stats().cache_loaded, kPages);  // from the storage, and a new region
 }
 
+// Cleared meanwhile by whoever doesn't share the region: nobody stores them, neither who is
+// there nor who comes next.
+TEST(Dirty, ClearedElsewhereIsNotStored) {
+  for (const bool survivor : {false, true}) {
+    Place place;
+    std::unique_ptr<StoreProcess> there;
+    if (survivor) there = std::make_unique<StoreProcess>(place.setup, place.watch);
+    DumpAndDie(place, 0, kPages);
+    {
+      const TempDir elsewhere;
+      StoreSetup other = place.setup;
+      other.buffer_directory = elsewhere.path();
+      const auto store = OpenOrFail(other);
+      ASSERT_TRUE(store != nullptr);
+      EXPECT_OK(store->Clear());
+    }
+    StoreProcess next(place.setup, place.watch);
+    EXPECT_EQ(next.Load(0, kPages).failed, kPages);
+    EXPECT_EQ(next.Dump(100, 1), 1u);
+    EXPECT_TRUE(EventuallyStored(place, 100, 1));
+    if (survivor) there->Close();
+    next.Close();
+    EXPECT_EQ(place.Stored(0, kPages), 0u);
+  }
+}
+
 // Bytes that changed since they were dumped are not stored.
 TEST(Dirty, DamagedIsNotStored) {
   Place place;

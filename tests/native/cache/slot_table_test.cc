@@ -326,6 +326,23 @@ TEST(SlotTable, CleanWaitsForThePublish) {
   EXPECT_EQ(Inconsistency(*few.region), "");
 }
 
+TEST(SlotTable, AClearElsewhereIsFollowedOnce) {
+  FewSlotsTable few(4);
+  SlotTable& table = few.table;
+  EXPECT_TRUE(table.Clear(77));
+  FillByLoad(table, 0);
+  const uint64_t epoch = table.epoch();
+  EXPECT_TRUE(table.FollowClear(77) == SlotTable::Follow::kHadHeard);
+  EXPECT_TRUE(IsReady(table, 0));
+  EXPECT_EQ(table.epoch(), epoch);
+  EXPECT_TRUE(table.FollowClear(78) == SlotTable::Follow::kCleared);
+  EXPECT_FALSE(IsReady(table, 0));
+  EXPECT_NE(table.epoch(), epoch);
+  FillByLoad(table, 0);
+  EXPECT_TRUE(table.FollowClear(78) == SlotTable::Follow::kHadHeard);
+  EXPECT_TRUE(IsReady(table, 0));
+}
+
 TEST(SlotTable, AClearTakesWhatIsThereAndWhatIsUnderWay) {
   FewSlotsTable few(6);
   SlotTable& table = few.table;
