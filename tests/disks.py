@@ -27,3 +27,12 @@ def mounted(path, *options, source="tmpfs"):
 def small_disk(path, *options):
     """A tmpfs as `mounted`; ``options``: of the file system, as ``size=1m``."""
     return mounted(path, "-t", "tmpfs", "-o", ",".join(options))
+
+
+def fill(disk):
+    """Take all the room that a mounted file system has; the file that has it."""
+    path = disk / "filler"
+    with open(path, "wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
+        while True:
+            file.write(bytes(4096))
+    return path

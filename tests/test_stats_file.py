@@ -14,7 +14,7 @@ from cachestore_connector import stats_reader
 from cachestore_connector.page_counts import FIELDS
 from cachestore_connector.stats_file import StatsFile
 from cachestore_connector.ticker import Ticker
-from disks import small_disk
+from disks import fill, small_disk
 from rig.server import poll
 
 
@@ -173,14 +173,12 @@ def test_a_full_and_a_read_only_directory(file, failures, tmp_path):
         stats = file(disk)
         stats.write({"counters": {"load_ok": 1}})
         (path,) = read(disk)
-        with open(disk / "filler", "wb", buffering=0) as filler, pytest.raises(OSError):
-            while True:
-                filler.write(b"x" * 4096)
+        filler = fill(disk)
         for _ in range(3):
             stats.write({"counters": {"load_ok": 2}})
         assert len(failures) == 1 and "No space left" in failures[0]
         assert os.listdir(mine(disk)) == [path.name]
-        (disk / "filler").unlink()
+        filler.unlink()
         stats.write({"counters": {"load_ok": 3}})
         assert json.loads(path.read_text())["counters"] == {"load_ok": 3}
         subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)

@@ -6,7 +6,7 @@ import subprocess
 
 from cachestore_connector.store import Store
 from command_line import as_nobody, invoke
-from disks import small_disk
+from disks import fill, small_disk
 from stored_pages import FILE, given, identity, keys, open_place, stored
 
 
@@ -97,7 +97,7 @@ def test_a_full_disk(options, tmp_path):
     """Pinned: nothing is free, and it says so; nothing is written."""
     with small_disk(tmp_path / "disk", "size=1m") as disk:
         root = stored(options, keys(2), storage_backends=[str(disk / "store")])
-        subprocess.run(["dd", "if=/dev/zero", f"of={disk}/fill", "bs=4k"], capture_output=True)
+        fill(disk)
         status, each = counted(root)
         assert status == 0 and each["filesystem"]["free"] == 0
         assert "free: 0 B of 1.0 MiB" in run("--store", root).stdout

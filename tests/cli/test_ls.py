@@ -2,44 +2,58 @@
 
 import json
 
-import numpy as np
+import pytest
 
 from command_line import as_nobody, invoke
-from stored_pages import identity, keys, open_place
-from stored_pages import stored as stored_pages
+from disks import fill, small_disk
+from stored_pages import FILE, identity, keys, open_place, stored
 
 
 def run(*words):
     return invoke("ls", *words)
 
 
-def stored(options, pages):
-    """A store in which so many pages lie; its directory."""
-    from cachestore_connector.store import Store
-    from pages_of_bytes import Memory, block_ids
-
-    given = options()
-    store = Store(given)
-    memory = Memory(pages, list(given.tensor_sizes), seed=1)
-    store.dump(block_ids(pages), memory.addresses(), memory.lengths())
-    store.close()
-    return given.storage_backends[0]
-
-
 def test_pages_and_bytes_are_counted(options):
     """Pinned: each cache with its pages, bytes and last use; and as JSON."""
-    root = stored(options, 5)
+    root = stored(options, keys(5))
     done = run("--store", root, "--json")
     (each,) = json.loads(done.stdout)
-    assert each["pages"] == 5
-    sizes = [path.stat().st_size for path in _files(root)]
-    assert each["bytes"] == sum(sizes) and np.ptp(sizes) == 0
+    assert each["name"] == identity().directory_name
+    assert (each["pages"], each["bytes"]) == (5, 5 * FILE)
     assert each["last_used"].startswith("20")
     plain = run("--store", root)
+    assert plain.exit_code == 0
     assert each["name"].rpartition(".")[0][:10] in plain.stdout
     assert "\x1b" not in plain.stdout  # no colours in a pipe
-    table = [line for line in plain.stdout.splitlines() if root not in line]
+    table = [line for line in plain.stdout.splitlines() if str(root) not in line]
     assert table and all(len(line) <= 80 for line in table)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"format_version": "x"}'])
+def test_damage(options, text):
+    """Pinned: a manifest that can't be read is said, its pages are counted, others are listed."""
+    damaged, other = identity(), identity(model_identity="tests/other")
+    root = stored(options, keys(3), damaged, other)
+    (root / damaged.directory_name / "identity.json").write_text(text)
+    done = run("--store", root, "--json")
+    assert done.exit_code == 1
+    found = {each["name"]: each for each in json.loads(done.stdout)}
+    assert found[damaged.directory_name]["pages"] == 3
+    assert found[damaged.directory_name]["problem"]
+    assert not found[other.directory_name]["problem"]
+    plain = run("--store", root)
+    assert plain.exit_code == 1 and found[damaged.directory_name]["problem"] in " ".join(
+        plain.output.split()
+    )
+
+
+def test_on_a_full_disk(options, tmp_path):
+    """Pinned: it writes nothing, so that it works."""
+    with small_disk(tmp_path / "disk", "size=1m") as disk:
+        root = stored(options, keys(2), storage_backends=[str(disk / "store")])
+        fill(disk)
+        done = run("--store", root, "--json")
+        assert done.exit_code == 0 and json.loads(done.stdout)[0]["pages"] == 2
 
 
 def test_no_store_is_an_error(tmp_path):
@@ -55,7 +69,7 @@ def test_someone_elses_store(options):
     with open_place() as place:
         readable, other = identity(), identity(model_identity="tests/other")
         store = str(place / "store")
-        root = stored_pages(options, keys(2), readable, other, storage_backends=[store])
+        root = stored(options, keys(2), readable, other, storage_backends=[store])
         root.chmod(0o755)
         for path in (root / readable.directory_name).rglob("*"):
             path.chmod(0o755 if path.is_dir() else 0o644)
@@ -67,9 +81,3 @@ def test_someone_elses_store(options):
         assert not found[readable.directory_name]["problem"]
         hidden = found[other.directory_name]
         assert hidden["pages"] == 0 and "Permission denied" in hidden["problem"]
-
-
-def _files(root):
-    from pathlib import Path
-
-    return [path for path in Path(root).glob("*/blocks/*/*") if path.is_file()]

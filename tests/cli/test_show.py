@@ -8,7 +8,7 @@ from crc32c import crc32c
 from backends import flip
 from cachestore_connector.store import Store
 from command_line import as_nobody, invoke
-from disks import small_disk
+from disks import fill, small_disk
 from stored_pages import (
     FILE,
     blocks,
@@ -144,7 +144,5 @@ def test_on_a_full_disk(options, tmp_path):
     """Pinned: it writes nothing, so that it works."""
     with small_disk(tmp_path / "disk", "size=1m") as disk:
         root = stored(options, keys(1), storage_backends=[str(disk / "store")])
-        with open(disk / "fill", "wb", buffering=0) as file, pytest.raises(OSError, match="space"):
-            while True:
-                file.write(bytes(4096))
+        fill(disk)
         assert shown(keys(1)[0], "--store", root)[0] == 0

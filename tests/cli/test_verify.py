@@ -12,7 +12,7 @@ import pytest
 from backends import flip
 from cachestore_connector.store import Store
 from command_line import as_nobody, invoke, on_a_terminal
-from disks import small_disk
+from disks import fill, small_disk
 from rig.server import poll
 from stored_pages import (
     FILE,
@@ -135,11 +135,7 @@ def test_on_a_full_disk(options, tmp_path, monkeypatch):
     """Pinned: the state can't be kept, which is said once; damage is found and removed."""
     with small_disk(tmp_path / "disk", "size=1m") as disk:
         root = stored(options, keys(20), storage_backends=[str(disk / "store")])
-        with open(disk / "fill", "wb") as file, pytest.raises(OSError, match="No space"):
-            for size in (1 << 16, 1):
-                while True:
-                    file.write(bytes(size))
-                    file.flush()
+        fill(disk)
         flip_in_place(blocks(root)[3])
         monkeypatch.setattr("cachestore_connector.cli.verify._SAVE_SECONDS", 0)
         done = run("--store", root, "--repair", "--yes")
