@@ -32,7 +32,10 @@ def run(code, **env):
 
 
 def test_loaded_by_its_entry_point():
-    """Pinned: installing registers the plugin; SGLang loads it, and all hooks took."""
+    """Pinned: installing registers the plugin; SGLang loads it, and all hooks took.
+
+    Also, that it sets the log's level in every process, whether a backend is attached or not.
+    """
     code = """
 from sglang.srt.plugins import load_plugins
 load_plugins()
@@ -43,37 +46,43 @@ parser = argparse.ArgumentParser()
 ServerArgs.add_cli_args(parser)
 args = parser.parse_args(["--model", "m", "--hicache-storage-backend", "cachestore"])
 choices = next(a.choices for a in parser._actions if a.dest == "hicache_storage_backend")
-print(json.dumps([args.hicache_storage_backend, choices]))
+levels = [logging.getLogger(name).level for name in ("cachestore", "sglang")]
+print(json.dumps([args.hicache_storage_backend, choices, levels]))
 """
-    value, choices = json.loads(run(code).stdout.splitlines()[-1])
+    done = run(code, CACHESTORE_LOG_LEVEL="debug")
+    value, choices, levels = json.loads(done.stdout.splitlines()[-1])
+    assert levels == [logging.DEBUG, logging.NOTSET]
     assert value == "cachestore"
     assert choices.count("cachestore") == 1 and "file" in choices
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
+def test_an_sglang_that_does_not_fit():
+    """Pinned: one loud error that says what to do instead; no hook at all is registered."""
+    changes = [
         "del cc.HiCacheController.attach_storage_backend",
         "cc.HiCacheController.attach_storage_backend = lambda self, other: None",
-    ],
-)
-def test_an_sglang_that_does_not_fit(change):
-    """Pinned: one loud error that says what to do instead; no hook at all is registered."""
+    ]
     code = f"""
+import os
 import sglang.srt.managers.cache_controller as cc
-{change}
 from sglang.srt.plugins import load_plugins
-load_plugins()
 from sglang.srt.server_args import ServerArgs
-parser = argparse.ArgumentParser()
-ServerArgs.add_cli_args(parser)
-print(next(a.choices for a in parser._actions if a.dest == "hicache_storage_backend"))
+for change in {changes!r}:
+    child = os.fork()
+    if child == 0:
+        exec(change)
+        load_plugins()
+        parser = argparse.ArgumentParser()
+        ServerArgs.add_cli_args(parser)
+        print(next(a.choices for a in parser._actions if a.dest == "hicache_storage_backend"))
+        break
+    assert os.waitpid(child, 0)[1] == 0
 """
     done = run(code)
     errors = [line for line in done.stderr.splitlines() if line.startswith("cachestore ")]
-    assert len(errors) == 1
-    assert "attach_storage_backend" in errors[0] and "dynamic" in errors[0]
-    assert "cachestore" not in done.stdout
+    assert len(errors) == len(changes)
+    assert all("attach_storage_backend" in each and "dynamic" in each for each in errors)
+    assert done.stdout.count("'file'") == len(changes) and "cachestore" not in done.stdout
 
 
 def test_hooks_that_did_not_take_are_noticed():
@@ -158,22 +167,6 @@ def test_every_rank_stores_what_no_other_has():
     assert not plugin._should_backup(says(False), controller, draft)
     controller.storage_backend_type, controller.storage_backend = "file", backend
     assert not plugin._should_backup(says(False), controller, draft)
-
-
-def test_the_dynamic_backend_needs_no_plugin():
-    """Pinned: SGLang's factory takes our class by module and class name, hooks or not."""
-    code = """
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
-from sglang.srt.mem_cache.storage import StorageBackendFactory
-config = HiCacheStorageConfig(
-    tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_cp_rank=0, attn_cp_size=1,
-    is_mla_model=False, enable_storage_metrics=False, is_page_first_layout=False, model_name="m",
-    extra_config={"backend_name": "cachestore", "module_path": "cachestore_connector.backend",
-                  "class_name": "CacheStore", "interface_v1": 1, "timeout_ms": 500})
-backend = StorageBackendFactory.create_backend("dynamic", config, None)
-print(type(backend).__name__, backend.config.timeout_ms)
-"""
-    assert run(code, SGLANG_PLUGINS="none").stdout.splitlines()[-1] == "CacheStore 500"
 
 
 def test_logging_is_under_one_name():

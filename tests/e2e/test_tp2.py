@@ -80,6 +80,7 @@ def test_mla_ranks_read_each_page_once(
     assert [life["load_ok"] for life in lives] == [2 * PAGES] * 2
     assert sum(life.get("storage_loads", 0) for life in lives) == PAGES
     assert storage.regions() == []
+    server.kill()  # SGLang takes a quarter of a minute to end two ranks
 
 
 @pytest.mark.soak
