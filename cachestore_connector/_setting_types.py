@@ -408,7 +408,7 @@ def _not_an_int(value: Any) -> str:
     if isinstance(value, float):
         return "write it without a decimal point" if value.is_integer() else "it has a fraction"
     if isinstance(value, str):
-        return "it is a string: write the number without quotes"
+        return "it is a string: write the number without quotes or a unit"
     return ""
 
 
