@@ -58,6 +58,7 @@ NO_COUNTERPART: dict[str, str] = {
     "posix_lookup_concurrency": "a lookup is a stat, made on SGLang's thread; on network file "
     "systems by the threads that load",
     "cache_load_backend_only": "a switch for tests",
+    "posix_gc_enable": "blocks are evicted where posix_capacity_gb is set",
     "posix_gc_max_recycle_count_per_shard": _GC,
     "posix_gc_shard_sample_ratio": _GC,
     "posix_gc_check_interval_sec": _GC,
@@ -66,6 +67,8 @@ NO_COUNTERPART: dict[str, str] = {
     "posix_gc_precise_mode": _GC,
     "store_health": _HEALTH,
     "shard_data_dir": "files are always spread over 4096 directories",
+    "data_dir_shard_bytes": "files are always spread over 4096 directories",
+    "cache_load_exclusive_buffer_number": "dumps leave an eighth of the buffer to loads",
     "buffer_number": "transfers need no buffers of a fixed number",
     "local_hostname": OTHER_STORE,
     "master_server_address": OTHER_STORE,

@@ -113,7 +113,7 @@ _FROM_STATS = (
     Metric(
         "cachestore_checksum_failures_total",
         COUNTER,
-        "Loads of blocks that were damaged, or not what their names say; each is set aside.",
+        "Loads of blocks that were damaged, or not what their names say; each is removed.",
         read={"": _sum("load_corrupt")},
     ),
     Metric(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import PurePath
 from typing import Any
 
 from . import config as settings
 from . import manifest
-from .errors import ConfigError, StoreInvalidArgument, StoreNoMemory
+from .errors import ConfigError, StoreError, StoreInvalidArgument, StoreNoMemory
 from .identity import Identity
 from .store import PoolOptions, Store, StoreOptions
 
@@ -92,6 +93,21 @@ def open_store(
                 shown = list(value) if isinstance(value, tuple) else value
                 raise ConfigError(key, shown, _ALLOWED[key], hint=str(error)) from error
         raise
+    except StoreError as error:
+        if not _is_about_storage(str(error), config):
+            raise
+        hint = f"{error}; `cachestore doctor`, as this user, looks at each"
+        allowed = "directories that this user can make, or write in"
+        shown = list(config.storage_backends)
+        raise ConfigError("storage_backends", shown, allowed, hint=hint) from error
+
+
+def _is_about_storage(text: str, config: settings.Config) -> bool:
+    paths = [PurePath(path) for path in config.storage_backends]
+    if any(str(path) in text for path in paths):
+        return True
+    above = {str(parent) for path in paths for parent in path.parents} - {"/"}
+    return config.cache_buffer_directory not in text and any(path in text for path in above)
 
 
 def open_pool(

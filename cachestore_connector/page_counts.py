@@ -51,6 +51,7 @@ class PageCounts:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._pools: dict[str, dict[str, int]] = {}
+        self._lookups = {"lookup_pages": 0, "lookup_page_hits": 0}
 
     def add_pool(self, name: str) -> None:
         """Have it among the pools, with nothing counted yet."""
@@ -75,6 +76,17 @@ class PageCounts:
                 fields[f"{move}_{result}"] += count
             fields[f"{move}_bytes"] += size
         return results, size
+
+    def look(self, pages: int, hits: int) -> None:
+        """Count a lookup: of so many pages, the first ``hits`` can be restored."""
+        with self._lock:
+            self._lookups["lookup_pages"] += pages
+            self._lookups["lookup_page_hits"] += hits
+
+    def lookups(self) -> dict[str, int]:
+        """A copy: pages looked up, and those of them that can be restored."""
+        with self._lock:
+            return dict(self._lookups)
 
     def pools(self) -> dict[str, dict[str, int]]:
         """A copy: for each pool the `FIELDS`."""

@@ -85,6 +85,9 @@ class Reports:
 
     def looked(self, pages: int, hits: int, seconds: float) -> None:
         """SGLang looked up so many pages."""
+        if os.getpid() != self._pid:
+            return
+        self.counts.look(pages, hits)
         if self._metrics is not None:
             self._metrics.add_lookup(pages, hits, seconds)
 
@@ -103,7 +106,8 @@ class Reports:
             stats = self._stats()
             if self._metrics is not None:
                 self._metrics.follow(stats)
-            self._file.write({"counters": stats, "pools": self.counts.pools()})
+            counters = {**stats, **self.counts.lookups()}
+            self._file.write({"counters": counters, "pools": self.counts.pools()})
         except StoreClosed:
             pass
         except Exception as error:

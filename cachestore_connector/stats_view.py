@@ -169,7 +169,7 @@ def hit_rates(counters: Counts, with_cache: bool) -> HitRates:
     asked = sum(get(name, 0) for name in _ASKED)
     cached = get("cache_hit", 0) + get("cache_waited", 0) if with_cache else 0
     return HitRates(
-        _share(get("lookup_hits", 0), get("lookup_blocks", 0)),
+        _share(get("lookup_page_hits", 0), get("lookup_pages", 0)),
         _share(cached, asked) if with_cache else None,
         _share(get("load_ok", 0) - cached, asked - cached),
     )

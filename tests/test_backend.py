@@ -206,6 +206,10 @@ def test_attach_and_detach_leave_nothing(attach):
         ({"extra": {"tensor_size_list": [1, 2]}}, r"tensor_size_list = \[1, 2\].*1536"),
         ({"dcp_size": 2, "is_mla": True, "tp_size": 2, "logical_page_size": 32}, r"dcp_size = 2"),
         ({"extra": {"model_identity": None}}, r"model_identity = null"),
+        (
+            {"extra": {"storage_backends": ["/dev/null/a"]}},
+            r"storage_backends = \['/dev/null/a'\]: allowed is.*can make.*Not a directory.*doctor",
+        ),
     ],
 )
 def test_wrong_settings_stop_the_attach(attach, changes, message):

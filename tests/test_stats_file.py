@@ -84,7 +84,7 @@ def test_what_an_attached_backend_writes(attach, tmp_path):
             "tp_rank": 1, "tp_size": 4, "pp_rank": 0, "pp_size": 1,
             "attn_cp_rank": 0, "attn_cp_size": 1, "dp_rank": 0,
         },
-        "counters": backend.counters(),
+        "counters": backend.counters() | {"lookup_pages": 0, "lookup_page_hits": 0},
         "pools": {
             "kv": dict.fromkeys(FIELDS, 0)
             | {"dump_ok": 3, "dump_bytes": 3 * page}

@@ -74,7 +74,7 @@ _LABELS = {
     metavar="N",
     help="What the server computes: for the prefix length from which restoring is faster.",
 )
-@click.option("--plot", metavar="FILE", help="Draw a picture (needs cachestore[plot]).")
+@click.option("--plot", metavar="FILE", help="Draw a picture (needs matplotlib).")
 @click.option("--quick", is_flag=True, help="A first impression, in seconds.")
 def bench(
     out: output.Output,
@@ -102,7 +102,7 @@ def bench(
         bench_picture.check(plot)
     most = processes or min(4, len(os.sched_getaffinity(0)))
     given = places.load_config(config_path)
-    roots = places.roots(stores or given.storage_backends, None)
+    roots = places.either(stores, config_path)
     plan = Plan(
         shape=shape,
         counts=sorted({most, *(2**i for i in range(most.bit_length()) if 2**i <= most)}),

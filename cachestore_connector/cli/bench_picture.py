@@ -1,6 +1,6 @@
 """The picture of `cachestore bench`: beside plain calls, and where restoring is worth it.
 
-matplotlib is in the extra ``cachestore[plot]``; nothing else needs it.
+matplotlib is in the extra ``plot``; nothing else needs it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def check(path: str) -> None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
     except ImportError as error:
         raise NoPictureError(
-            f"--plot needs matplotlib ({error}): pip install 'cachestore[plot]'"
+            f"--plot needs matplotlib ({error}): pip install matplotlib"
         ) from error
     kind = os.path.splitext(path)[1].removeprefix(".").lower()
     kinds = sorted(FigureCanvasAgg.get_supported_filetypes())
@@ -75,7 +75,7 @@ def _bars(axes: Any, rows: Sequence[Row], labels: dict[str, str]) -> None:
     axes.set_xlabel("GB/s, all processes together")
     axes.margins(x=0.12)
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2, fontsize=8)
-    axes.set_title("beside the raw limit of this machine")
+    axes.set_title("beside plain calls on this machine")
 
 
 def _prefixes(
@@ -104,8 +104,10 @@ def _prefixes(
         axes.plot(span, computed, "--", color=_COMPUTED, label=label)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
+    axes.xaxis.set_major_formatter(lambda tokens, _: f"{tokens:,.0f}")
+    axes.yaxis.set_major_formatter(lambda seconds, _: f"{1000 * seconds:g}")
     axes.set_xlabel("tokens of the prefix")
-    axes.set_ylabel("seconds")
+    axes.set_ylabel("milliseconds")
     axes.legend(fontsize=8)
     axes.grid(visible=True, alpha=0.3)
     axes.set_title("restoring a prefix" + (" or computing it" if prefill is not None else ""))

@@ -50,7 +50,9 @@ def clear(
         (each.name, f"{usage.files:,}", output.amount(usage.allocated), _OPEN[is_open])
         for each, usage, is_open in zip(chosen, before, opened, strict=True)
     ]
-    out.table(("directory", "blocks", "allocated", "open"), rows, right="blocks,allocated")
+    out.table(
+        ("directory", "blocks", "allocated", "open"), rows, "blocks,allocated", whole="directory"
+    )
     total = sum(usage.allocated for usage in before)
     cleared: list[str] = []
     failed: list[tuple[str, str]] = []

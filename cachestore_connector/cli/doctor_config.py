@@ -31,7 +31,11 @@ def load(
     try:
         given, lines = read_config_file(option, path)
     except ConfigError as error:
-        return None, [fail("config", str(error), f"give {option} a file that can be read")]
+        is_there = os.path.isfile(path) and os.access(path, os.R_OK)
+        what = f"correct it where it says; {_SETTINGS_PAGE}"
+        return None, [
+            fail("config", str(error), what if is_there else f"give {option} a file that is there")
+        ]
     bare = {key: value for key, value in environ.items() if key != settings.CONFIG_VARIABLE}
     wrong = {key: problem for key in given if (problem := _problem(key, given[key], bare))}
     found = [_wrong(path, lines.get(key, ""), problem) for key, problem in wrong.items()]

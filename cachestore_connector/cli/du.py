@@ -126,6 +126,7 @@ def _show(out: output.Output, each: dict[str, Any]) -> None:
             for name, numbers in rows
         ],
         right="files,inodes,bytes,allocated",
+        whole="cache",
     )
     space = each["filesystem"]
     inodes = f", {space['inodes_free']:,} of {space['inodes']:,} inodes" if space["inodes"] else ""

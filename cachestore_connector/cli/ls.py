@@ -24,11 +24,12 @@ def ls(
             found.append(_described(root, identity))
             if found[-1]["problem"]:
                 status = output.Status.FOUND
-    out.table(
-        ("cache", "pool", "dtype", "layout", "rank", "pages", "bytes", "used (UTC)"),
-        [_row(each) for each in found],
-        right="pages,bytes",
-    )
+    caches: dict[str, list[tuple[str, ...]]] = {}
+    for each in found:
+        caches.setdefault(each["cache"], []).append(_row(each))
+    if found:
+        columns = ("pool", "dtype", "layout", "rank", "pages", "bytes", "used (UTC)")
+        out.groups(columns, caches.items(), right="pages,bytes")
     for each in found:
         if each["problem"]:
             out.line(f"{each['path']}: {each['problem']}")
@@ -54,6 +55,7 @@ def _described(root: str, identity: on_disk.StoredIdentity) -> dict[str, Any]:
         "root": root,
         "path": str(identity.path),
         "name": identity.name,
+        "cache": identity.name.rpartition(".")[0] or identity.name,
         "model": parts.get("model_identity") or parts.get("model_path"),
         "namespace": parts.get("namespace"),
         "pool": parts.get("pool"),
@@ -80,7 +82,6 @@ def _of(parts: dict[str, Any], kind: str) -> str | None:
 def _row(each: dict[str, Any]) -> tuple[str, ...]:
     ranks = [f"{kind} {each[kind]}" for kind in ("tp", "pp") if each[kind]]
     return (
-        each["name"].rpartition(".")[0] or each["name"],
         each["pool"] or "?",
         each["dtype"] or "?",
         each["layout"] or "?",

@@ -48,23 +48,62 @@ class Output:
             self.console.print(text, soft_wrap=True)
 
     def table(
-        self, columns: Sequence[str], rows: Iterable[Sequence[str | Text]], right: str = ""
+        self,
+        columns: Sequence[str],
+        rows: Iterable[Sequence[str | Text]],
+        right: str = "",
+        whole: str = "",
     ) -> None:
-        """A table for people. ``columns``: their headings. ``right``: those aligned right."""
+        """A table for people. ``columns``: their headings. ``right``: those aligned right.
+
+        ``whole``: the column of names that are typed elsewhere: they aren't broken, and where they
+        are too long, lines are longer than the terminal is wide.
+        """
         if self.as_json:
             return
         table = Table(box=None, pad_edge=False, header_style="bold")
         for column in columns:
             justify = "right" if column in right.split(",") else "left"
-            table.add_column(column, justify=justify, overflow="fold")
+            table.add_column(column, justify=justify, overflow="fold", no_wrap=column == whole)
         for row in rows:
             table.add_row(*row)
-        self.console.print(table)
+        self.console.print(table, width=self._width_of(table), crop=False)
+
+    def groups(
+        self,
+        columns: Sequence[str],
+        groups: Iterable[tuple[str, Sequence[Sequence[str]]]],
+        right: str = "",
+    ) -> None:
+        """A table for people of (title, rows): each title on its own line. Nothing is broken."""
+        if self.as_json:
+            return
+        table = Table(box=None, pad_edge=False, show_header=False)
+        for column in columns:
+            justify = "right" if column in right.split(",") else "left"
+            table.add_column(justify=justify, no_wrap=True)
+        table.add_row(f"  {columns[0]}", *columns[1:])
+        titles: dict[int, str] = {}
+        for title, rows in groups:
+            titles[table.row_count] = title
+            for first, *others in rows:
+                table.add_row(f"  {first}", *others)
+        options = self.console.options.update(width=self._width_of(table))
+        for number, line in enumerate(self.console.render_lines(table, options, pad=False)):
+            if number in titles:
+                self.line(titles[number])
+            text = "".join(segment.text for segment in line).rstrip()
+            self.line(Text(text, style="" if number else "bold"))
+
+    def _width_of(self, table: Table) -> int:
+        return max(self.console.width, self.console.measure(table).minimum)
 
     def must_be_able_to_ask(self, yes: bool) -> None:
         """Raises `NobodyToAskError` where `agreed` could ask nobody, before any work is done."""
         if not yes and (self.as_json or not sys.stdin.isatty()):
-            raise NobodyToAskError("there is nobody to ask whether to go on: say --yes")
+            raise NobodyToAskError(
+                "there is nobody to ask whether to go on: say --yes, or --dry-run to only list"
+            )
 
     def agreed(self, question: str, yes: bool) -> bool:
         """Whether whoever is at the terminal agrees; ``yes``: they have already."""

@@ -150,7 +150,7 @@ def test_no_matplotlib(run, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     done = run("--plot", str(tmp_path / "out.png"), "--json")
     assert done.exit_code == 3
-    assert "cachestore[plot]" in json.loads(done.stdout)["error"]
+    assert "pip install matplotlib" in json.loads(done.stdout)["error"]
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 3), (signal.SIGTERM, 143)])

@@ -80,6 +80,16 @@ def test_dry_run_and_names_that_are_none(options, tmp_path):
     assert run("--store", root).exit_code == 2
 
 
+def test_names_stay_whole(options):
+    """Pinned: whatever is asked about is named in one piece, however long its name is."""
+    which = identity(model_identity="tests/" + "a-long-name-" * 6)
+    root = stored(options, keys(1), which)
+    for command in ("clear", "du"):
+        more = ("--identity", "all", "--dry-run") if command == "clear" else ()
+        printed = invoke(command, "--store", root, *more).stdout
+        assert which.directory_name.rpartition(".")[0] in printed, command
+
+
 def test_it_asks(options):
     """Pinned: no is no; where nobody can be asked it is an error."""
     root = stored(options, keys(3))

@@ -79,6 +79,7 @@ cache_dirty_percent: 99
     ("text", "part"),
     [
         ("a: [1\n", "line 2"),
+        ("a:\n\t- 1\n", "line 2"),
         ("posix_low_watermark_percent: 98\n", "line 1"),
         ("storage_backends: [/a]\nposix_capacity_gb: [1, 2]\n", "line 2"),
     ],
@@ -89,6 +90,7 @@ def test_what_can_not_be_used_at_all(tmp_path, text, part):
     assert done.exit_code == 1
     (first, *_) = json.loads(done.stdout)["findings"]
     assert first["level"] == "FAIL" and part in first["what"], first
+    assert "file that is there" not in first["do"]  # it is
 
 
 def test_no_file_is_said(tmp_path):

@@ -29,6 +29,21 @@ def test_pages_and_bytes_are_counted(options):
     assert table and all(len(line) <= 80 for line in table)
 
 
+def test_names_stay_whole(options):
+    """Pinned: what `clear --identity` wants can be searched for and copied, however long it is."""
+    models = ["tests/llama", "tests/" + "a-long-name-" * 5]
+    which = [identity(model_identity=name, tp_rank=r, tp_size=2) for name in models for r in (0, 1)]
+    lines = run("--store", stored(options, keys(2), *which)).stdout.splitlines()
+    names = {each.directory_name.rpartition(".")[0] for each in which}
+    assert len(names) == 2 and names < set(lines)
+    # Each once, and below it a line for each rank.
+    rows = [lines[lines.index(name) + 1 : lines.index(name) + 3] for name in names]
+    for pair in rows:
+        assert sorted(row.split()[3:5] for row in pair) == [["tp", "0/2"], ["tp", "1/2"]]
+        assert all(row.split()[:3] == ["kv", "bfloat16", "page_first"] for row in pair)
+    assert len(lines) == 1 + 2 + 4
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"format_version": "x"}'])
 def test_damage(options, text):
     """Pinned: a manifest that can't be read is said, its pages are counted, others are listed."""

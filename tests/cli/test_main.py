@@ -33,6 +33,39 @@ def test_a_wrong_command_line_is_status_2():
     assert "no-such-command" in done.output
 
 
+LOOKING = {
+    "ls": [],
+    "du": [],
+    "show": ["0" * 64],
+    "verify": [],
+    "gc": [],
+    "clear": ["--identity", "all"],
+    "bench": ["--model-shape", "llama-3-70b"],
+}
+
+
+@pytest.mark.parametrize("name", LOOKING)
+def test_no_store_yet(name, tmp_path):
+    """Pinned: which directory, by which setting, and what to do; before anything else is said."""
+    words = [name, *LOOKING[name]]
+    settings, file = tmp_path / "settings.yaml", tmp_path / "file"
+    settings.write_text(f"storage_backends: [{tmp_path}/none]\n")
+    file.touch()
+    home = tmp_path / ".cache" / "cachestore"
+    for more, env, parts in (
+        ([], {}, (f"{home} (the default)", "--store DIR", "--config FILE")),
+        (["--config", settings], {}, (f"{tmp_path}/none (storage_backends of {settings})",)),
+        ([], {"CACHESTORE_CONFIG": str(settings)}, (f"(storage_backends of {settings})",)),
+        (["--store", file], {}, (f"{file} (--store) is not a directory",)),
+    ):
+        env = {"HOME": str(tmp_path), "CACHESTORE_CONFIG": None, "XDG_CACHE_HOME": None} | env
+        done = invoke(*words, *more, env=env)
+        assert done.exit_code == 3, done.output
+        assert all(part in done.stderr for part in parts), done.stderr
+        assert len(done.stderr.splitlines()) == 1
+    assert sorted(tmp_path.iterdir()) == [file, settings]  # nothing was made
+
+
 @pytest.mark.parametrize("name", [None, *COMMANDS])
 def test_neither_sglang_nor_torch_is_imported(name):
     """Pinned: the command works in an environment that has neither."""

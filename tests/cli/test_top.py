@@ -19,8 +19,8 @@ from cachestore_connector.cli import top
 from command_line import invoke
 
 COUNTERS = {
-    "lookup_blocks": 200,
-    "lookup_hits": 150,
+    "lookup_pages": 200,
+    "lookup_page_hits": 150,
     "load_ok": 90,
     "load_absent": 10,
     "load_bytes": 9 << 30,
@@ -99,7 +99,7 @@ def test_figures_of_one_backend(files):
     """Pinned: counters as written, rates and hit rates of the time between two readings."""
     began = time.time() - 4
     files.write(time=began)
-    later = {"lookup_blocks": 300, "lookup_hits": 225, "load_ok": 130, "load_absent": 20,
+    later = {"lookup_pages": 300, "lookup_page_hits": 225, "load_ok": 130, "load_absent": 20,
              "cache_hit": 90, "cache_waited": 12, "load_bytes": 11 << 30,
              "dump_bytes": (1 << 30) + (512 << 20)}  # fmt: skip
     view = shown(files, between=lambda: files.write(time=began + 2, counters=later))
@@ -126,7 +126,7 @@ def test_the_table(files):
     began = time.time() - 4
     files.write(time=began)
     later = {"load_bytes": 11 << 30, "dump_bytes": (1 << 30) + (512 << 20), "load_ok": 100,
-             "cache_hit": 70, "lookup_blocks": 210, "lookup_hits": 153}  # fmt: skip
+             "cache_hit": 70, "lookup_pages": 210, "lookup_page_hits": 153}  # fmt: skip
 
     def between():
         files.write(time=began + 2, counters=later)
@@ -413,11 +413,15 @@ def test_beside_attached_backends(attach, tmp_path):
     ranks = [attach(pool, is_mla=True, tp_rank=rank, tp_size=2) for rank in range(2)]
     assert all(ranks[0].batch_set_v1(keys(3), host_pools.indices(pool, range(3))))
     for backend in ranks:
+        assert backend.batch_exists(keys(8)) == 3
         backend.batch_get_v1(keys(4), host_pools.indices(pool, range(4)))
     counters_become(ranks, cache_stored=3, load_ok=6, load_absent=2, cache_slots_dirty=0)
     done = invoke("top", "--json", "--directory", tmp_path)
     view = json.loads(done.stdout)
-    assert [each["counters"] for each in view["backends"]] == [r.counters() for r in ranks]
+    assert [each["counters"] for each in view["backends"]] == [
+        r.counters() | {"lookup_pages": 8, "lookup_page_hits": 3} for r in ranks
+    ]
+    assert {each["hit_rates"]["since_attach"]["lookup"] for each in view["backends"]} == {3 / 8}
     assert [each["state"] for each in view["backends"]] == ["live"] * 2
     assert [each["ranks"]["tp_rank"] for each in view["backends"]] == [0, 1]
     slots = view["backends"][0]["slots"]

@@ -191,5 +191,8 @@ def agrees_with_top(server, storage):
         "dump_bytes": stored * SIZE,
     }
     assert backend["counters"]["cache_hit"] == PAGES
+    # Asked for twice, and there the second time: as the page has it.
+    assert backend["counters"]["lookup_pages"] == 2 * PAGES
+    assert backend["counters"]["lookup_page_hits"] == PAGES
     assert gauge(server, "cachestore_attached") == 1
     assert gauge(server, "cachestore_cache_slots") == backend["counters"]["cache_slots"]
