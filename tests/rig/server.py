@@ -7,6 +7,7 @@ process that started it (see ``_process.py``). Traffic goes to 127.0.0.1 only.
 import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import sys
@@ -375,9 +376,13 @@ def _config_text(config: Mapping[str, Any] | str) -> str:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    # Not one that the system gives to whoever asks for any: SGLang's processes do until the
+    # server binds its own, half a minute later.
+    for port in random.sample(range(15000, 30000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise ServerError("no free port from 15000 to 30000")
 
 
 def _environment(tp: int) -> dict[str, str]:
