@@ -1,5 +1,6 @@
 #include "posix/upkeep.h"
 
+#include <algorithm>
 #include <condition_variable>
 #include <mutex>
 #include <utility>
@@ -10,6 +11,8 @@
 namespace cachestore {
 namespace {
 
+using Clock = std::chrono::steady_clock;
+
 // After a tick that threw, as for want of memory.
 constexpr std::chrono::milliseconds kAfterFailure{1000};
 
@@ -17,8 +20,9 @@ constexpr std::chrono::milliseconds kAfterFailure{1000};
 
 struct Upkeep::State {
   struct Root {
-    std::mutex mutex;  // guards the two below
+    std::mutex mutex;  // guards the three below
     std::condition_variable changed;
+    bool begun = false;
     bool woken = false;
     bool stopping = false;
   };
@@ -27,6 +31,11 @@ struct Upkeep::State {
 
   void Run(size_t index) {
     Root& root = roots[index];
+    {
+      const std::lock_guard lock(root.mutex);
+      root.begun = true;
+    }
+    root.changed.notify_all();
     for (bool last = false; !last;) {
       std::chrono::milliseconds pause = kAfterFailure;
       {
@@ -41,6 +50,13 @@ struct Upkeep::State {
     }
   }
 
+  // Until the root's thread runs, or the deadline.
+  void WaitBegun(size_t index, Clock::time_point deadline) {
+    Root& root = roots[index];
+    std::unique_lock lock(root.mutex);
+    root.changed.wait_until(lock, deadline, [&] { return root.begun; });
+  }
+
   void Wake(size_t index) {
     Root& root = roots[index];
     {
@@ -48,7 +64,7 @@ struct Upkeep::State {
       if (root.woken) return;
       root.woken = true;
     }
-    root.changed.notify_one();
+    root.changed.notify_all();
   }
 
   std::vector<Root> roots;
@@ -84,13 +100,17 @@ void Upkeep::Stop() {
       const std::lock_guard lock(root.mutex);
       root.stopping = true;
     }
-    root.changed.notify_one();
+    root.changed.notify_all();
   }
 }
 
 bool Upkeep::Join(std::chrono::milliseconds patience) {
+  const auto deadline = Clock::now() + patience;
+  // A thread that the system hasn't started yet would find its job dropped by Close.
+  for (size_t i = 0; i < state_->roots.size(); ++i) state_->WaitBegun(i, deadline);
   (void)threads_.Close();
-  return threads_.Join(patience);
+  const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now());
+  return threads_.Join(std::max(left, std::chrono::milliseconds(0)));
 }
 
 }  // namespace cachestore

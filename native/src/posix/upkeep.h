@@ -29,7 +29,7 @@ class Upkeep {
   void Wake(size_t root);
   // Wake of this root, for those who may outlive this.
   std::function<void()> Waker(size_t root);
-  // Lets each thread run its last tick.
+  // Lets each thread run its last tick, also one that hasn't run any.
   void Stop();
   // After Stop. False: a thread hangs, and is left behind with all it holds.
   bool Join(std::chrono::milliseconds patience);
