@@ -2,6 +2,7 @@
 #include "tier/request.h"
 
 #include <atomic>
+#include <chrono>
 #include <random>
 #include <thread>
 
@@ -294,7 +295,10 @@ TEST(Request, StressEndsEveryShardExactlyOnce) {
       });
     }
     std::mt19937_64 random(seed);
-    for (uint64_t i = random() % 200; i > 0; --i) std::this_thread::yield();
+    // Not by yields: each may be another process's time slice.
+    const auto until = std::chrono::steady_clock::now() + std::chrono::microseconds(random() % 200);
+    while (std::chrono::steady_clock::now() < until) {
+    }
     std::thread closer(
         [&] { left_behind.fetch_add(static_cast<int64_t>(request.Cancel(CS_CLOSED))); });
     left_behind.fetch_add(static_cast<int64_t>(request.Cancel(CS_TIMEOUT)));
