@@ -86,6 +86,9 @@ def migrate(text: str, path: str) -> Migration:
     if "io_direct" not in migration.given and name != _NFS:
         text = "not given: UCM's default is true, ours is false; set it to keep O_DIRECT"
         migration.notes.append(Note("io_direct", 0, None, text))
+    if not {"posix_capacity_gb", "posix_free_space_reserve_gb"} & migration.given.keys():
+        text = "no limit is given, so nothing is evicted and the disk fills up; docs/sizing.md"
+        migration.notes.append(Note("posix_capacity_gb", 0, None, text))
     settings.load(migration.given, {})  # what is written can be read
     migration.given = {key: migration.given[key] for key in _order(migration.given)}
     return migration

@@ -81,8 +81,8 @@ def _dead_statistics(directory: str) -> list[Finding]:
     return [
         warn(
             "left-over files",
-            f"{len(dead)} files of counters of processes that are gone, such as {dead[0]} (a few "
-            "kilobytes each)",
+            f"{output.count(len(dead), 'file')} of counters of processes that are gone, such as "
+            f"{dead[0]} (a few kilobytes each)",
             "rm them, if no container has this directory too",
         )
     ]
@@ -111,8 +111,8 @@ def in_directory(root: str) -> list[Finding]:
         found.append(
             warn(
                 check,
-                f"{len(abandoned)} directories of temporary files whose writers are gone, such "
-                f"as {abandoned[0]}",
+                f"{output.count(len(abandoned), 'directory', 'directories')} of temporary files "
+                f"whose writers are gone, such as {abandoned[0]}",
                 f"cachestore gc --store {root} (or the next start of that model) removes them",
             )
         )
@@ -120,7 +120,8 @@ def in_directory(root: str) -> list[Finding]:
         found.append(
             warn(
                 check,
-                f"{len(trash)} cleared directories that were never removed, such as {trash[0]}",
+                f"cleared but not removed: {output.count(len(trash), 'directory', 'directories')}, "
+                f"such as {trash[0]}",
                 f"cachestore gc --store {root} removes them",
             )
         )
@@ -128,8 +129,8 @@ def in_directory(root: str) -> list[Finding]:
         found.append(
             warn(
                 check,
-                f"{len(old)} caches of an earlier version, which nothing reads any more, such as "
-                f"{old[0]}",
+                f"{output.count(len(old), 'cache')} of an earlier version, which nothing reads any "
+                f"more, such as {old[0]}",
                 f"cachestore gc --store {root} removes them; so does eviction",
             )
         )
@@ -137,7 +138,8 @@ def in_directory(root: str) -> list[Finding]:
         found.append(
             warn(
                 check,
-                f"{len(damaged)} caches whose identity.json can't be used: {damaged[0]}",
+                f"{output.count(len(damaged), 'cache')} whose identity.json can't be used: "
+                f"{damaged[0]}",
                 "nothing for the server, which writes it anew; rm -r caches that nothing serves",
             )
         )
@@ -146,8 +148,8 @@ def in_directory(root: str) -> list[Finding]:
         found.append(
             warn(
                 check,
-                f"{len(foreign)} caches that user {os.geteuid()} may not read, such as "
-                f"{foreign[0]} of user {uid}: it neither gets nor evicts their blocks",
+                f"{output.count(len(foreign), 'cache')} that user {os.geteuid()} may not read, "
+                f"such as {foreign[0]} of user {uid}: it neither gets nor evicts their blocks",
                 "have all servers that share a directory run as one user",
             )
         )

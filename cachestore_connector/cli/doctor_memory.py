@@ -114,7 +114,10 @@ def private_buffer(capacity_gb: float | None, available: int | None) -> Finding:
     )
     if wanted > available:
         return fail(check, what, "lower cache_buffer_capacity_gb")
-    return ok(check, f"{what}: room for {available // max(1, wanted)} processes")
+    return ok(
+        check,
+        f"{what}: room for {output.count(available // max(1, wanted), 'process', 'processes')}",
+    )
 
 
 def locked_memory(limit: int | None = None, devices: str = "/sys/class/infiniband") -> Finding:

@@ -177,11 +177,12 @@ def inodes(path: str, *, total: int, free: int, bytes_to_come: int, file_size: i
     if free < wanted:
         return warn(
             check,
-            f"{what}, and some {wanted:,} blocks of {output.amount(file_size)} would fill it: "
-            "dumps fail before the space is used up",
+            f"{what}, and {output.count(wanted, 'block')} of {output.amount(file_size)} would "
+            "fill it: dumps fail before the space is used up",
             "lower posix_capacity_gb, take larger pages, or make the file system with more inodes",
         )
-    return ok(check, f"{what}; some {wanted:,} more blocks of {output.amount(file_size)} fit")
+    more = output.count(wanted, "more block")
+    return ok(check, f"{what}; room for {more} of {output.amount(file_size)}")
 
 
 def shared_disks(config: settings.Config) -> list[Finding]:

@@ -73,7 +73,7 @@ def _list(out: output.Output, left: list[leftovers.Leftover]) -> None:
         out.line(f"{each.path}")
         why = f" ({each.why})" if each.why else ""
         out.line(
-            f"    {each.kind.value}{why}: {each.usage.files:,} files, "
+            f"    {each.kind.value}{why}: {output.count(each.usage.files, 'file')}, "
             f"{output.amount(each.usage.allocated)}"
         )
 

@@ -153,6 +153,11 @@ def asking(function: Callable) -> Callable:
     return click.option("--dry-run", is_flag=True, help=text)(function)
 
 
+def count(number: int, noun: str, plural: str = "") -> str:
+    """How many of something: ``1 file``, ``1,200 files``."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
 def amount(size: float) -> str:
     """Bytes for people: ``1.5 GiB``."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):

@@ -66,7 +66,7 @@ def verify(
     ]
     tally = (verification.load(state, roots) if resume else None) or verification.Tally()
     if resume and tally.position is not None:
-        out.line(f"going on after {tally.blocks:,} blocks")
+        out.line(f"going on after {output.count(tally.blocks, 'block')}")
     run = _Run(out, tally, state, roots)
     checker = Checker(rate_limit * 1e6 if rate_limit else None)
     with _bar(out, identities, tally) as advance:
@@ -153,11 +153,12 @@ class _Run:
             if identity.problem:
                 out.line(f"checked without its manifest: {identity.path}: {identity.problem}")
         if tally.unknown:
-            out.line(f"{tally.unknown:,} blocks of another version can't be checked by this one")
+            unknown = output.count(tally.unknown, "block")
+            out.line(f"{unknown} of another version can't be checked by this one")
         seconds = max(time.monotonic() - self._begun, 1e-9)
         rate = (tally.size - self._size_before) / seconds
         out.line(
-            f"{tally.blocks:,} blocks, {output.amount(tally.size)} read at "
+            f"{output.count(tally.blocks, 'block')}, {output.amount(tally.size)} read at "
             f"{output.amount(rate)}/s: {len(tally.damaged):,} damaged, "
             f"{len(tally.unreadable):,} unreadable"
         )

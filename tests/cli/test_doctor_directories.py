@@ -270,7 +270,7 @@ def test_left_over_in_a_store(options):
         found = doctor_left_over.in_directory(root)
     whats = [each.what for each in found]
     assert len(found) == 2
-    assert "1 directories of temporary files" in whats[0] and "tmp/dead" in whats[0]
+    assert "1 directory of temporary files" in whats[0] and "tmp/dead" in whats[0]
     assert "trash" in whats[1]
 
 

@@ -95,17 +95,33 @@ def test_keys_of_the_same_name():
     assert migration.notes == []
 
 
+@pytest.mark.parametrize(
+    ("keys", "noted"),
+    [
+        ({}, True),
+        ({"posix_capacity_gb": 0}, True),
+        ({"posix_capacity_gb": 10}, False),
+        ({"posix_free_space_reserve_gb": 10}, False),
+    ],
+)
+def test_no_limit_is_noted(keys, noted):
+    """Pinned: who has no limit is told that nothing is evicted; that alone is status 0."""
+    notes = {note.key: note for note in migrated(connector(**keys)).notes}
+    assert ("posix_capacity_gb" in notes) == noted
+    assert not noted or not notes["posix_capacity_gb"].wants_attention
+
+
 def test_the_nfs_connector():
     """Pinned: its default of io_direct is ours, and an older name of that is read."""
     text = connector().replace("UcmPipelineStore", "UcmNfsStore")
-    assert migrated(text).notes == []
+    assert [note.key for note in migrated(text).notes] == ["posix_capacity_gb"]
     assert migrated(connector(use_direct=True)).given["io_direct"] is True
     assert migrated("storage_backends: /mnt/a\nuse_direct: false\n").given["io_direct"] is False
 
 
 def test_keys_of_other_stores():
     """Pinned: those that lie in a file for Posix without being used are no matter."""
-    (first, _) = migrated(connector(yuanrong_host="192.0.2.1")).notes
+    first = migrated(connector(yuanrong_host="192.0.2.1")).notes[0]
     assert first.key == "yuanrong_host" and not first.wants_attention
 
 
