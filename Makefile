@@ -22,8 +22,11 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
+ifndef HALVES
 .NOTPARALLEL:
-.PHONY: help setup demo test soak bench lint native-build native-test native-soak clean FORCE
+endif
+.PHONY: help setup demo test soak bench lint clean FORCE
+.PHONY: native-build native-test native-soak python-test e2e-test
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1	/p' $(MAKEFILE_LIST) | expand -t 14
@@ -34,8 +37,19 @@ demo: setup ## the real SGLang server stores and restores KV pages (about three 
 	@PYTHONPATH=tests $(RUN) -m rig.demo $(DEMO)
 
 test: lint native-test ## all set-up, then every test that fits a short run
-	@echo "[test] python tests, then end to end with the real SGLang server"
-	$(RUN) -m pytest -m "not soak"
+	@$(MAKE) --no-print-directory --jobs=2 HALVES=at-once python-test e2e-test
+
+# The two halves of `make test`: a starting server waits a lot for itself. What the first one prints
+# is shown when it has ended, not in between.
+python-test: setup
+	@echo "[test] python tests, into build/python-test.log"
+	@mkdir -p build; status=0; \
+	$(RUN) -m pytest -m "not soak" --ignore=tests/e2e >build/python-test.log 2>&1 || status=$$?; \
+	cat build/python-test.log; exit $$status
+
+e2e-test: setup
+	@echo "[test] end to end with the real SGLang server"
+	@$(RUN) -m pytest -m "not soak" tests/e2e
 
 soak: setup native-soak ## the tests that take longer
 	$(RUN) -m pytest -m soak
