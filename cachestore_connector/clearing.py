@@ -45,7 +45,16 @@ def _mark(identity: Path) -> None:
     with instances.own(identity) as place:
         made = place / MARK
         os.close(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        _be_later_than(made, identity / MARK)
         os.rename(made, identity / MARK)
+
+
+def _be_later_than(made: Path, before: Path) -> None:
+    """Its time is later than the mark's before it, also in the same tick of the clock."""
+    with contextlib.suppress(FileNotFoundError):
+        time = os.lstat(before).st_mtime_ns + 1
+        if os.lstat(made).st_mtime_ns < time:
+            os.utime(made, ns=(time, time))
 
 
 def _move(identity: Path) -> None:

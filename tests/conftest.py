@@ -1,10 +1,20 @@
 """Fixtures shared by the Python tests."""
 
 import dataclasses
+import signal
 
 import pytest
 
 import pool_table
+
+
+def pytest_configure():
+    """Let the processes that tests start be interrupted.
+
+    A script's background job (`make test &`) ignores SIGINT, and so do those that it starts.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_terminal_summary(terminalreporter, config):

@@ -120,6 +120,24 @@ def test_beside_an_open_store(options):
     other.close()
 
 
+def test_its_mark_is_later_than_the_one_before(options):
+    """Pinned: whatever the clock says, as what a store stored since then may be later than it."""
+    which, names = identity(), keys(3)
+    store = Store(given(options, which))
+    root = given(options, which).storage_backends[0]
+    mark = root_of(root, which) / "cleared"
+    for ahead in (0, 10**10, 2 * 10**10):
+        assert cleared(root, which.directory_name)[0] == 0
+        before = mark.stat().st_mtime_ns + ahead
+        os.utime(mark, ns=(before, before))
+        assert cleared(root, which.directory_name)[0] == 0
+        assert mark.stat().st_mtime_ns > before
+        assert store.lookup(which.block_ids(names)) == [False] * 3
+        assert dump(store, which, names) == [0] * 3
+        assert store.lookup(which.block_ids(names)) == [True] * 3
+    store.close()
+
+
 def test_what_was_accepted_before_does_not_come_back(options, tmp_path):
     """Pinned: pages that a server has only in its buffer aren't stored or served afterwards."""
     which, names = identity(), keys(200)

@@ -108,9 +108,9 @@ Status Directory::OpenOnce(bool last) {
   if (!base.value().is_directory) {
     return {CS_INVALID, base_ + " is a symbolic link: what is removed would lie elsewhere"};
   }
-  if (const Result<uint64_t> latest = ReadClear(); latest.ok()) {
+  if (const Result<Mark> mark = ReadMark(); mark.ok()) {
     const std::lock_guard lock(root_->clear_mutex);
-    latest_clear_.store(latest.value());
+    SetMark(mark.value());
   }
   Status written = MakeTemporaryDirectory();
   if (written.ok()) written = WriteManifest();
@@ -267,11 +267,15 @@ bool Directory::HoldsLock(const std::string& path) {
 }
 
 Status Directory::Publish(const std::string& temporary, const BlockId& block, uint64_t epoch) {
+  const uint64_t mark_time = mark_time_ns_.load();
   // Who can't look may have missed a clear.
   if (Status looked = NoticeClear(); !looked.ok()) return looked;
   if (epoch != this->epoch()) return env_.Unlink(temporary);  // as if before the clear
   const Result<FileInfo> written = env_.Stat(temporary);      // to know it again
   if (!written.ok()) return written.status();
+  // It comes after the mark, as the epoch says, and was written in the same tick of the
+  // clock. A failure makes it absent for some seconds.
+  if (PrecedesClear(written.value())) (void)env_.SetModified(temporary, mark_time + 1);
   const std::string path = BlockPath(block);
   Status moved = env_.Rename(temporary, path);
   // The fan-out directory isn't there yet, or was deleted. A clear can take it
@@ -308,28 +312,33 @@ Status Directory::WriteManifest() {
 
 // What tells one clear from the next: a new file each time, in the place of the
 // one before. Its number and time together don't come again.
-Result<uint64_t> Directory::ReadClear() {
+Result<Directory::Mark> Directory::ReadMark() {
   const Result<FileInfo> mark = env_.Stat(base_ + "/cleared");
   if (mark.ok()) {
-    clear_mark_ns_.store(mark.value().modified_ns);
-    return Mix(Mix(mark.value().inode) ^ mark.value().modified_ns) | 1;
+    const uint64_t time = mark.value().modified_ns;
+    return Mark{Mix(Mix(mark.value().inode) ^ time) | 1, time};
   }
   if (mark.status().code() != CS_NOT_FOUND) return mark.status();
-  return uint64_t{0};
+  return Mark{};
+}
+
+void Directory::SetMark(const Mark& mark) {
+  mark_time_ns_.store(mark.time_ns);
+  latest_clear_.store(mark.clear);
 }
 
 Status Directory::NoticeClear() {
   for (int tries = 0; tries < kTries; ++tries) {
     const uint64_t before = epoch();
-    const Result<uint64_t> latest = ReadClear();
-    if (!latest.ok()) {
-      health().Note(Health::Call::kRead, latest.status());
-      return latest.status();
+    const Result<Mark> mark = ReadMark();
+    if (!mark.ok()) {
+      health().Note(Health::Call::kRead, mark.status());
+      return mark.status();
     }
     const std::lock_guard lock(root_->clear_mutex);
-    if (latest.value() == latest_clear_.load()) return Status::Ok();
+    if (mark.value().clear == latest_clear_.load()) return Status::Ok();
     if (before != epoch()) continue;  // one of ours came between
-    latest_clear_.store(latest.value());
+    SetMark(mark.value());
     NextEpoch();
     break;
   }
@@ -344,19 +353,34 @@ void Directory::NextEpoch() {
 bool Directory::PrecedesClear(const FileInfo& file) const {
   const Clock::time_point at = cleared_at_.load();
   if (at == Clock::time_point::min() || Clock::now() - at >= kClearPause) return false;
-  return file.modified_ns < clear_mark_ns_.load();
+  return file.modified_ns <= mark_time_ns_.load();
 }
 
 Status Directory::MarkClear() {
   NextEpoch();
   const std::string temporary = NewTemporaryPath() + "-cleared";
-  Status marked =
-      WriteTemporary([&] { return env_.ReplaceFile(temporary, base_ + "/cleared", ""); });
-  const Result<uint64_t> latest = ReadClear();
+  Status marked = WriteTemporary([&] { return ReplaceMark(temporary); });
+  const Result<Mark> mark = ReadMark();
   const std::lock_guard lock(root_->clear_mutex);
-  if (latest.ok()) latest_clear_.store(latest.value());
+  if (mark.ok()) SetMark(mark.value());
   NextEpoch();
   return marked;
+}
+
+// Later than the mark before it, whatever the clock does: what was stored after that one,
+// in the same tick, is a nanosecond later than it.
+Status Directory::ReplaceMark(const std::string& temporary) {
+  Status written = env_.WriteText(temporary, "");
+  if (written.code() == CS_NOT_FOUND) return written;  // there is no directory for it
+  const Result<Mark> before = ReadMark();
+  const Result<FileInfo> made = env_.Stat(temporary);
+  if (written.ok() && before.ok() && made.ok() &&
+      made.value().modified_ns <= before.value().time_ns) {
+    written = env_.SetModified(temporary, before.value().time_ns + 1);
+  }
+  if (written.ok()) written = env_.Rename(temporary, base_ + "/cleared");
+  if (!written.ok()) (void)env_.Unlink(temporary);
+  return written;
 }
 
 Status Directory::MakeTrash() {

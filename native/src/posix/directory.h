@@ -94,7 +94,8 @@ class Directory {
   // An error: it couldn't look.
   Status NoticeClear();
   // Whether a block's file that is there belongs to a dump of before the latest clear,
-  // which is about to remove it: said for some seconds after the clear.
+  // which is about to remove it: said for some seconds after the clear. By the time of
+  // the clear's mark, which no file of before is later than, and all of after are.
   bool PrecedesClear(const FileInfo& file) const;
   // Of the latest clear that was made or noticed, in this or any process; 0:
   // none.
@@ -129,7 +130,13 @@ class Directory {
   void NextEpoch();
   Status MoveBlocksToTrash();
   Status MarkClear();
-  Result<uint64_t> ReadClear();
+  struct Mark {
+    uint64_t clear = 0;    // tells one clear from the next; 0: none
+    uint64_t time_ns = 0;  // when it was made, as files have it
+  };
+  Result<Mark> ReadMark();
+  void SetMark(const Mark& mark);  // with Root::clear_mutex held
+  Status ReplaceMark(const std::string& temporary);
   Status MakeTrash();
   bool HoldsLock(const std::string& path);  // with mutex_ held
   Status RemoveInstance(const std::string& path, const std::function<bool()>& stop);
@@ -146,8 +153,8 @@ class Directory {
   std::atomic<uint64_t> next_temporary_{0};
   std::atomic<uint64_t> epoch_{0};
   std::atomic<Clock::time_point> cleared_at_{Clock::time_point::min()};  // epoch_'s last change
-  std::atomic<uint64_t> clear_mark_ns_{0};  // when the latest mark was made, as files have it
-  // Changed with Root::clear_mutex held, and epoch_ with it.
+  // Changed with Root::clear_mutex held, and epoch_ after them.
+  std::atomic<uint64_t> mark_time_ns_{0};
   std::atomic<uint64_t> latest_clear_{0};
   // Guarded by Root::clear_mutex, with which a probe brings the directory back. So one that
   // is in use owes nothing, and what was stored before a clear doesn't outlast it: it
