@@ -3,9 +3,16 @@
 import dataclasses
 import signal
 
+import hypothesis
 import pytest
 
 import pool_table
+
+# How long an example takes is the machine's matter.
+hypothesis.settings.register_profile(
+    "any speed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("any speed")
 
 
 def pytest_configure():

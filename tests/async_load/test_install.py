@@ -40,7 +40,7 @@ def one_of(said, key):
     return found
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_code_that_we_do_not_know(said):
     """Pinned: one clear error that names what differs, no hook, and SGLang's own code stays.
 
@@ -62,7 +62,7 @@ def test_code_that_we_do_not_know(said):
         assert each["clean"]
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_sglangs_own_switch_wins(said):
     """Pinned: where SGLang brings the switch itself ours steps aside, and says so in one line."""
     case = one_of(said, "own_switch")
@@ -72,7 +72,7 @@ def test_sglangs_own_switch_wins(said):
     assert line.startswith("INFO ") and "steps aside" in line
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_by_the_entry_point(said):
     """Pinned: SGLang loads the plugin; the switch is a field of its own that reads the environment.
 
@@ -87,7 +87,7 @@ def test_by_the_entry_point(said):
     assert one_of(said, "hooked_by_another_too")["hooked_by_another_too"]
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_the_end_of_a_process_with_bursts_queued(said):
     """Pinned: a process that ends with bursts on the loader serves them, and ends."""
     assert one_of(said, "hooked_by_another_too")["queued"] == 2
