@@ -164,28 +164,34 @@ def test_what_was_accepted_before_does_not_come_back(options, tmp_path):
 
 def test_beside_stores_that_are_dumped_to_and_cleared(options):
     """Pinned: both at once, again and again: no error, nothing is lost of what comes after."""
-    which, ended, wrong = identity(), threading.Event(), []
+    which, wrong = identity(), []
     store = Store(given(options, which))
     root = given(options, which).storage_backends[0]
 
-    def busy(start):
-        while not ended.is_set():
+    def turns(start, allowed):
+        """Some for each clear by the command line: else what that removes could grow for ever."""
+        while allowed.acquire() and not ended.is_set():
             codes = dump(store, which, keys(16, start))
             if codes != [0] * 16:
                 wrong.append((codes, [event.text for event in store.events()]))
             if start == 0:
                 store.clear()
 
-    threads = [threading.Thread(target=busy, args=(start,)) for start in (0, 100)]
+    ended = threading.Event()
+    busy = {start: threading.Semaphore(0) for start in (0, 100)}
+    threads = [threading.Thread(target=turns, args=each) for each in busy.items()]
     for thread in threads:
         thread.start()
     try:
         for _ in range(40):
+            for allowed in busy.values():
+                allowed.release(5)
             status, result = cleared(root, "all")
             assert status == 0, result
     finally:
         ended.set()
-        for thread in threads:
+        for allowed, thread in zip(busy.values(), threads, strict=True):
+            allowed.release()
             thread.join()
     assert wrong == []
     cleared(root, "all")

@@ -237,6 +237,10 @@ Status FaultEnv::Rename(const std::string& from, const std::string& to) {
   return Do<Status>({Op::kRename, to, 0, from}, [&](Call&) { return real_.Rename(from, to); });
 }
 
+Status FaultEnv::RenameNew(const std::string& from, const std::string& to) {
+  return Do<Status>({Op::kRename, to, 0, from}, [&](Call&) { return real_.RenameNew(from, to); });
+}
+
 Status FaultEnv::Unlink(const std::string& path) {
   return Do<Status>({Op::kUnlink, path}, [&](Call&) { return real_.Unlink(path); });
 }

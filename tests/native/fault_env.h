@@ -64,7 +64,7 @@ enum class Op : uint8_t {
   kWriteFull,
   kStatFd,
   kStat,
-  kRename,
+  kRename,  // RenameNew too
   kUnlink,
   kMakeDirectory,
   kRemoveDirectory,
@@ -120,6 +120,7 @@ class FaultEnv : public Env {
   Result<FileInfo> StatFd(Fd fd) override;
   Result<FileInfo> Stat(const std::string& path) override;
   Status Rename(const std::string& from, const std::string& to) override;
+  Status RenameNew(const std::string& from, const std::string& to) override;
   Status Unlink(const std::string& path) override;
   Status MakeDirectory(const std::string& path) override;
   Status RemoveDirectory(const std::string& path) override;

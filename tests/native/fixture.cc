@@ -9,6 +9,7 @@
 #include <numeric>
 
 #include "base/aligned_buffer.h"
+#include "base/mix.h"
 #include "harness.h"
 
 namespace cachestore::test {
@@ -17,13 +18,8 @@ namespace {
 constexpr uint8_t kPoison = 0xa5;
 constexpr uint8_t kGuard = 0x5c;
 constexpr uint64_t kGuardSize = 64;
-
-uint64_t Mix(uint64_t x) {
-  x += 0x9e3779b97f4a7c15u;
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
-  return x ^ (x >> 31);
-}
+// So that 0 isn't 0.
+uint64_t Spread(uint64_t x) { return Mix(x + 0x9e3779b97f4a7c15u); }
 
 }  // namespace
 
@@ -99,8 +95,8 @@ std::unique_ptr<Store> OpenOrFail(const StoreSetup& setup, Env& env) {
 
 BlockId IdOf(uint64_t n) {
   BlockId id;
-  const uint64_t low = Mix(n);
-  const uint64_t high = Mix(low ^ 0x55);
+  const uint64_t low = Spread(n);
+  const uint64_t high = Spread(low ^ 0x55);
   std::memcpy(id.data(), &low, 8);
   std::memcpy(id.data() + 8, &high, 8);
   return id;
@@ -154,7 +150,7 @@ uint8_t* Pages::tensor(size_t shard, size_t t) const {
 void Pages::Expected(size_t shard, size_t t, uint8_t version, std::vector<uint8_t>& out) const {
   uint64_t seed;
   std::memcpy(&seed, ids_[shard].data(), sizeof seed);
-  seed = Mix(seed ^ (indices_[shard] << 16) ^ (t << 8) ^ version);
+  seed = Spread(seed ^ (indices_[shard] << 16) ^ (t << 8) ^ version);
   out.resize(sizes_[t]);
   for (size_t i = 0; i < out.size(); i += 8) {
     seed = seed * 6364136223846793005u + 1442695040888963407u;

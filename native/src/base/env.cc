@@ -140,6 +140,15 @@ class RealEnv final : public Env {
     return Status::FromErrno(errno, "rename to", to);
   }
 
+  Status RenameNew(const std::string& from, const std::string& to) override {
+    if (renameat2(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), RENAME_NOREPLACE) == 0) {
+      return Status::Ok();
+    }
+    if (errno != EINVAL && errno != ENOSYS) return Status::FromErrno(errno, "rename to", to);
+    if (Stat(to).ok()) return Status::FromErrno(EEXIST, "rename to", to);
+    return Rename(from, to);
+  }
+
   Status Unlink(const std::string& path) override {
     if (unlink(path.c_str()) == 0) return Status::Ok();
     return Status::FromErrno(errno, "remove", path);
@@ -276,9 +285,11 @@ Status Env::WriteText(const std::string& path, std::string text) {
   return written.ok() ? file.Close() : written;
 }
 
-Status Env::ReplaceFile(const std::string& temporary, const std::string& path, std::string text) {
+Status Env::ReplaceFile(const std::string& temporary, const std::string& path, std::string text,
+                        const std::function<Status()>& prepare) {
   Status written = WriteText(temporary, std::move(text));
   if (written.code() == CS_NOT_FOUND) return written;  // there is no directory for it
+  if (written.ok()) written = prepare();
   if (written.ok()) written = Rename(temporary, path);
   if (!written.ok()) (void)Unlink(temporary);
   return written;

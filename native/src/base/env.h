@@ -75,7 +75,11 @@ class Env {
   virtual Result<FileInfo> Stat(const std::string& path) = 0;
   // Sets when a file was modified, in ns since 1970.
   virtual Status SetModified(const std::string& path, uint64_t modified_ns) = 0;
+  // What is called `to` is replaced.
   virtual Status Rename(const std::string& from, const std::string& to) = 0;
+  // EEXIST if anything is called `to`. Filesystems without such a rename, as NFS, are asked
+  // for `to` first, and something that takes the name in between is replaced.
+  virtual Status RenameNew(const std::string& from, const std::string& to) = 0;
   virtual Status Unlink(const std::string& path) = 0;
   // Success also if the directory is there already. Mode 0700.
   virtual Status MakeDirectory(const std::string& path) = 0;
@@ -96,8 +100,10 @@ class Env {
   Result<std::string> ReadText(const std::string& path, size_t limit);
   // Makes a file of this, under a name that nobody else uses.
   Status WriteText(const std::string& path, std::string text);
-  // Makes a file of this at `temporary`, as above, and moves it to `path`.
-  Status ReplaceFile(const std::string& temporary, const std::string& path, std::string text);
+  // Makes a file of this at `temporary`, as above, does `prepare` with it, and moves it to
+  // `path`.
+  Status ReplaceFile(const std::string& temporary, const std::string& path, std::string text,
+                     const std::function<Status()>& prepare = &Status::Ok);
   // Whether `path` names the file that is open.
   Result<bool> Names(const std::string& path, Fd fd);
   // MakeDirectory for a path and all that lead to it.

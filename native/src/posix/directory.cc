@@ -6,24 +6,13 @@
 #include <cstring>
 #include <utility>
 
+#include "base/mix.h"
 #include "posix/block_path.h"
 #include "posix/collector_state.h"
 #include "posix/direct_io.h"
 
 namespace cachestore {
 namespace {
-
-// Of what another process or thread can undo between two steps of ours.
-constexpr int kTries = 8;
-// Longer than a dump takes from its rename to the look after it, even where it is held up.
-constexpr std::chrono::seconds kClearPause{5};
-
-// Bijective and well mixed (the finaliser of splitmix64).
-uint64_t Mix(uint64_t x) {
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
-  return x ^ (x >> 31);
-}
 
 // FNV-1a.
 uint64_t Hash(const std::string& text) {
@@ -266,168 +255,11 @@ bool Directory::HoldsLock(const std::string& path) {
   return held.ok() && held.value();
 }
 
-Status Directory::Publish(const std::string& temporary, const BlockId& block, uint64_t epoch) {
-  const uint64_t mark_time = mark_time_ns_.load();
-  // Who can't look may have missed a clear.
-  if (Status looked = NoticeClear(); !looked.ok()) return looked;
-  if (epoch != this->epoch()) return env_.Unlink(temporary);  // as if before the clear
-  const Result<FileInfo> written = env_.Stat(temporary);      // to know it again
-  if (!written.ok()) return written.status();
-  // It comes after the mark, as the epoch says, and was written in the same tick of the
-  // clock. A failure makes it absent for some seconds.
-  if (PrecedesClear(written.value())) (void)env_.SetModified(temporary, mark_time + 1);
-  const std::string path = BlockPath(block);
-  Status moved = env_.Rename(temporary, path);
-  // The fan-out directory isn't there yet, or was deleted. A clear can take it
-  // away again between our steps: a few tries are always enough.
-  for (int tries = 0; tries < kTries && moved.code() == CS_NOT_FOUND; ++tries) {
-    const Status made = env_.MakeDirectories(path.substr(0, path.find_last_of('/')));
-    if (!made.ok() && made.code() != CS_NOT_FOUND) return made;
-    moved = env_.Rename(temporary, path);
-  }
-  // A clear is marked first and moves the blocks then: one that has missed this
-  // block is noticed here.
-  if (moved.ok()) {
-    if (Status looked = NoticeClear(); !looked.ok()) {
-      (void)RemoveSame(path, written.value());
-      return looked;
-    }
-  }
-  if (moved.ok() && epoch != this->epoch()) (void)RemoveSame(path, written.value());
-  if (moved.ok() || moved.code() == CS_NOT_FOUND) return moved;
-  const Result<FileInfo> there = env_.Stat(path);
-  if (!there.ok() || !there.value().is_directory) return moved;
-  // Whoever made a directory of that name: no file could ever take its place.
-  if (Status made = MakeTrash(); !made.ok()) return made;
-  const Status aside = env_.Rename(path, base_ + "/trash/" + env_.UniqueName());
-  return aside.ok() ? env_.Rename(temporary, path) : aside;
-}
-
 Status Directory::WriteManifest() {
   Status written =
       env_.ReplaceFile(NewTemporaryPath(), base_ + "/identity.json", options_.manifest);
   if (written.ok()) has_manifest_.store(true);
   return written;
-}
-
-// What tells one clear from the next: a new file each time, in the place of the
-// one before. Its number and time together don't come again.
-Result<Directory::Mark> Directory::ReadMark() {
-  const Result<FileInfo> mark = env_.Stat(base_ + "/cleared");
-  if (mark.ok()) {
-    const uint64_t time = mark.value().modified_ns;
-    return Mark{Mix(Mix(mark.value().inode) ^ time) | 1, time};
-  }
-  if (mark.status().code() != CS_NOT_FOUND) return mark.status();
-  return Mark{};
-}
-
-void Directory::SetMark(const Mark& mark) {
-  mark_time_ns_.store(mark.time_ns);
-  latest_clear_.store(mark.clear);
-}
-
-Status Directory::NoticeClear() {
-  for (int tries = 0; tries < kTries; ++tries) {
-    const uint64_t before = epoch();
-    const Result<Mark> mark = ReadMark();
-    if (!mark.ok()) {
-      health().Note(Health::Call::kRead, mark.status());
-      return mark.status();
-    }
-    const std::lock_guard lock(root_->clear_mutex);
-    if (mark.value().clear == latest_clear_.load()) return Status::Ok();
-    if (before != epoch()) continue;  // one of ours came between
-    SetMark(mark.value());
-    NextEpoch();
-    break;
-  }
-  return Status::Ok();
-}
-
-void Directory::NextEpoch() {
-  epoch_.fetch_add(1);
-  cleared_at_.store(Clock::now());
-}
-
-bool Directory::PrecedesClear(const FileInfo& file) const {
-  const Clock::time_point at = cleared_at_.load();
-  if (at == Clock::time_point::min() || Clock::now() - at >= kClearPause) return false;
-  return file.modified_ns <= mark_time_ns_.load();
-}
-
-Status Directory::MarkClear() {
-  NextEpoch();
-  const std::string temporary = NewTemporaryPath() + "-cleared";
-  Status marked = WriteTemporary([&] { return ReplaceMark(temporary); });
-  const Result<Mark> mark = ReadMark();
-  const std::lock_guard lock(root_->clear_mutex);
-  if (mark.ok()) SetMark(mark.value());
-  NextEpoch();
-  return marked;
-}
-
-// Later than the mark before it, whatever the clock does: what was stored after that one,
-// in the same tick, is a nanosecond later than it.
-Status Directory::ReplaceMark(const std::string& temporary) {
-  Status written = env_.WriteText(temporary, "");
-  if (written.code() == CS_NOT_FOUND) return written;  // there is no directory for it
-  const Result<Mark> before = ReadMark();
-  const Result<FileInfo> made = env_.Stat(temporary);
-  if (written.ok() && before.ok() && made.ok() &&
-      made.value().modified_ns <= before.value().time_ns) {
-    written = env_.SetModified(temporary, before.value().time_ns + 1);
-  }
-  if (written.ok()) written = env_.Rename(temporary, base_ + "/cleared");
-  if (!written.ok()) (void)env_.Unlink(temporary);
-  return written;
-}
-
-Status Directory::MakeTrash() {
-  const std::string path = base_ + "/trash";
-  if (Status made = env_.MakeDirectories(path); !made.ok()) return made;
-  const Result<FileInfo> there = env_.Stat(path);
-  if (!there.ok() || there.value().is_directory) return there.status();
-  // A link to a directory: nothing is moved out of here.
-  if (Status removed = env_.Unlink(path); !removed.ok()) return removed;
-  return env_.MakeDirectories(path);
-}
-
-Status Directory::Clear() {
-  const auto is_out = [&] { return health().use() == Health::Use::kOut; };
-  if (!is_out()) {
-    // It may have failed meanwhile, and this with it.
-    if (Status moved = MoveBlocksToTrash(); moved.ok() || !is_out()) return moved;
-  }
-  if (!OweClear()) return MoveBlocksToTrash();  // brought back meanwhile
-  return {CS_IO, options_.root + " is out of use: it is cleared before it is used again"};
-}
-
-bool Directory::OweClear() {
-  const std::lock_guard lock(root_->clear_mutex);
-  if (health().use() != Health::Use::kOut) return false;
-  ++clears_owed_;
-  return true;
-}
-
-Status Directory::MoveBlocksToTrash() {
-  if (const Result<FileInfo> base = env_.Stat(base_); base.ok() && !base.value().is_directory) {
-    return {CS_INVALID, base_ + " is a symbolic link: what is behind it isn't cleared"};
-  }
-  // Without a mark, as on a full disk, the clear is of this store's dumps only.
-  if (const Status marked = MarkClear(); !marked.ok()) {
-    events_.Add(CS_EVENT_WARNING, "clear: other processes aren't told: " + marked.text());
-  }
-  Status moved;
-  for (int tries = 0; tries < kTries; ++tries) {
-    if (Status made = MakeTrash(); !made.ok() && made.code() != CS_NOT_FOUND) return made;
-    moved = env_.Rename(base_ + "/blocks", base_ + "/trash/" + env_.UniqueName());
-    owes_sync_.store(true);
-    if (moved.code() != CS_NOT_FOUND) return moved;
-    // Which of the two isn't there?
-    if (env_.Stat(base_ + "/blocks").status().code() == CS_NOT_FOUND) return Status::Ok();
-  }
-  return moved;
 }
 
 void Directory::RemoveTrash(const std::function<bool()>& stop) {
@@ -477,13 +309,6 @@ Status Directory::RemoveInstance(const std::string& path, const std::function<bo
     if (!removed.ok() && removed.code() != CS_NOT_FOUND) return removed;
   }
   return env_.RemoveTree(path, stop);
-}
-
-Result<bool> Directory::RemoveSame(const std::string& path, const FileInfo& info) {
-  const Result<FileInfo> there = env_.Stat(path);
-  if (!there.ok() || !there.value().IsSameFile(info)) return false;
-  if (Status removed = env_.Unlink(path); !removed.ok()) return removed;
-  return true;
 }
 
 void Directory::Close() {

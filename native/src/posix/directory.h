@@ -84,9 +84,11 @@ class Directory {
   // after CS_NOT_FOUND, MakeTemporaryDirectory and try again.
   std::string NewTemporaryPath();
   Status MakeTemporaryDirectory();
-  // Moves a whole file to its final name, making the fan-out directory.
-  // What was accepted in an earlier epoch was cleared, and is removed instead.
-  Status Publish(const std::string& temporary, const BlockId& block, uint64_t epoch);
+  // Moves a whole file to its final name, making the fan-out directory. False: it is
+  // removed instead, as what was accepted in an earlier epoch was cleared, or as the block
+  // is there already (`is_unreadable`: what is there is replaced).
+  Result<bool> Publish(const std::string& temporary, const BlockId& block, uint64_t epoch,
+                       bool is_unreadable = false);
   // Changes with each clear that this store has made or noticed.
   uint64_t epoch() const { return epoch_.load(); }
   // Looks whether another process, or another host, has cleared: what is
@@ -108,13 +110,15 @@ class Directory {
   // (their lock is free). `stop` is asked between files. Only then is a clear
   // sure to outlast a power cut.
   void RemoveTrash(const std::function<bool()>& stop);
-  // Removes a file, unless another one has taken its name.
+  // Removes a file, unless another one has taken its name: true if it did.
   Result<bool> RemoveSame(const std::string& path, const FileInfo& info);
   // Removes this store's own temporary directory.
   void Close();
 
  private:
   using Clock = std::chrono::steady_clock;
+  // Of what another process or thread can undo between two steps of ours.
+  static constexpr int kTries = 8;
 
   Status OpenOnce(bool last);  // with open_mutex_ held
   struct Tried {
@@ -126,6 +130,7 @@ class Directory {
   Status CheckDirect(uint64_t filesystem_type);
   Status WriteTemporary(const std::function<Status()>& write);
   Status WriteManifest();
+  Status MakeWay(const std::string& path, const FileInfo& info);
   bool OweClear();
   void NextEpoch();
   Status MoveBlocksToTrash();

@@ -216,17 +216,19 @@ void ShardIo::EndBlock(Request& request, size_t shard, BlockWrite& block,
     RemoveTemporary(block);
     return;
   }
-  const Status published = directory.Publish(block.temporary, id, block.epoch);
-  directory.health().Note(Health::Call::kWrite, published);
-  if (published.ok()) unreadable_.Remove(id);
-  if (!published.ok()) {
-    events_.Add(CS_EVENT_WARNING, "publishing a block: " + published.text());
+  const Result<bool> published =
+      directory.Publish(block.temporary, id, block.epoch, unreadable_.Contains(id));
+  const Status& status = published.status();
+  directory.health().Note(Health::Call::kWrite, status);
+  if (!status.ok()) {
+    events_.Add(CS_EVENT_WARNING, "publishing a block: " + status.text());
     RemoveTemporary(block);
-    finish(published.code() == CS_NOT_FOUND ? CS_IO : published.code());
+    finish(status.code() == CS_NOT_FOUND ? CS_IO : status.code());
     return;
   }
-  block.room.Publish();
-  if (finish(CS_OK) > 0) return;
+  unreadable_.Remove(id);
+  if (published.value()) block.room.Publish();
+  if (finish(CS_OK) > 0 || !published.value()) return;
   // The waiter was told that the dump failed while the rename hung: lookups must
   // say the same.
   const Result<bool> removed = directory.RemoveSame(directory.BlockPath(id), written.value());

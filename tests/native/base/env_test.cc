@@ -216,6 +216,27 @@ TEST(Env, RenameReplaces) {
   EXPECT_OK(env().Unlink(to));
 }
 
+TEST(Env, RenameNewReplacesNothing) {
+  const TempDir dir;
+  const std::string from = dir.path() + "/from";
+  const std::string to = dir.path() + "/to";
+  WriteFile(from, {1});
+  WriteFile(to, {2});
+  EXPECT_EQ(env().RenameNew(from, to).error(), EEXIST);
+  EXPECT_TRUE(ReadFile(to) == std::vector<uint8_t>{2});
+  EXPECT_OK(env().Unlink(to));
+  EXPECT_EQ(symlink("nowhere", to.c_str()), 0);
+  EXPECT_EQ(env().RenameNew(from, to).error(), EEXIST);
+  EXPECT_OK(env().Unlink(to));
+  EXPECT_OK(env().MakeDirectory(to));
+  EXPECT_EQ(env().RenameNew(from, to).error(), EEXIST);
+  EXPECT_OK(env().RemoveDirectory(to));
+  EXPECT_OK(env().RenameNew(from, to));
+  EXPECT_TRUE(ReadFile(to) == std::vector<uint8_t>{1});
+  EXPECT_EQ(env().RenameNew(from, to + "2").code(), CS_NOT_FOUND);
+  EXPECT_EQ(env().RenameNew(to, dir.path() + "/none/to").code(), CS_NOT_FOUND);
+}
+
 TEST(Env, UniqueNamesAreUnique) {
   std::set<std::string> names;
   for (int i = 0; i < 1000; ++i) {

@@ -73,6 +73,7 @@ class SimulatedRoot : public Env {
   Result<FileInfo> StatFd(Fd) override { return None(); }
   Status SetModified(const std::string&, uint64_t) override { return None(); }
   Status Rename(const std::string&, const std::string&) override { return None(); }
+  Status RenameNew(const std::string&, const std::string&) override { return None(); }
   Status Unlink(const std::string&) override { return None(); }
   Status MakeDirectory(const std::string&) override { return None(); }
   Status RemoveDirectory(const std::string&) override { return None(); }

@@ -143,6 +143,33 @@ TEST(Clear, TakesNothingThatComesWhileItTakesSuchABlock) {
   }
 }
 
+// Nor does such a dump take a block along that was stored between the clear and its own
+// rename: by another store, or by the same one.
+TEST(Clear, ALateRenameReplacesNothing) {
+  for (const bool same : {false, true}) {
+    TwoStores two;
+    Store& later = same ? *two.store : *two.other;
+    const std::string path = BlockPath(two.setup, IdOf(0));
+    Result<FileInfo> stored{FileInfo{}};
+    two.AtRename([&] {
+      EXPECT_OK(later.Clear());
+      EXPECT_TRUE(DumpAll(later, two.pages) == Repeated(1, CS_OK));
+      stored = Env::Real().Stat(path);
+      ASSERT_OK(stored);
+    });
+    EXPECT_TRUE(DumpAll(*two.store, two.pages) == Repeated(1, CS_OK));
+    const Result<FileInfo> there = Env::Real().Stat(path);
+    ASSERT_OK(there);
+    EXPECT_TRUE(there.value().IsSameFile(stored.value()));
+    for (Store* const store : {two.store.get(), two.other.get()}) {
+      EXPECT_TRUE(LookupAll(*store, two.pages) == std::vector<uint8_t>(1, 1));
+      two.pages.Poison();
+      EXPECT_TRUE(LoadAll(*store, two.pages) == Repeated(1, CS_OK));
+      EXPECT_TRUE(two.pages.HoldsAll());
+    }
+  }
+}
+
 // A clock of files that stands still, as between two ticks: what is written gets the
 // time it has there, unless that is set.
 void StopClock(FaultEnv& env) {

@@ -373,8 +373,9 @@ TEST(Directory, PublishOutlastsClears) {
 TEST(Directory, PublishOfAMissingFileFails) {
   const TempDir root;
   Opened opened(root.path());
-  EXPECT_EQ(opened.directory.Publish(opened.directory.NewTemporaryPath(), IdOf(1), 0).code(),
-            CS_NOT_FOUND);
+  EXPECT_EQ(
+      opened.directory.Publish(opened.directory.NewTemporaryPath(), IdOf(1), 0).status().code(),
+      CS_NOT_FOUND);
 }
 
 namespace {

@@ -279,7 +279,15 @@ Status PowerCutEnv::SetModified(const std::string& path, uint64_t modified_ns) {
 
 Status PowerCutEnv::Rename(const std::string& from, const std::string& to) {
   const std::lock_guard lock(mutex_);
-  Status moved = FaultEnv::Rename(from, to);
+  return NoteRename(from, to, FaultEnv::Rename(from, to));
+}
+
+Status PowerCutEnv::RenameNew(const std::string& from, const std::string& to) {
+  const std::lock_guard lock(mutex_);
+  return NoteRename(from, to, FaultEnv::RenameNew(from, to));
+}
+
+Status PowerCutEnv::NoteRename(const std::string& from, const std::string& to, Status moved) {
   const Node node = Find(from);
   const std::optional<Place> place = PlaceOf(to);
   if (moved.ok() && node != kNone && place.has_value()) {

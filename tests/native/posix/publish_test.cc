@@ -1,0 +1,156 @@
+// How blocks' files come to their names and go, where others do the same at once.
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <filesystem>
+
+#include "fixture.h"
+#include "harness.h"
+#include "posix/directory.h"
+
+namespace cachestore::test {
+namespace {
+
+namespace fs = std::filesystem;
+using Bytes = std::vector<uint8_t>;
+
+// A directory of which the test has a say in each call, and the path of a block of it.
+struct Opened {
+  Opened() { EXPECT_OK(directory.Open()); }
+  Result<bool> Publish(const Bytes& bytes, bool is_unreadable = false) {
+    const std::string temporary = directory.NewTemporaryPath();
+    WriteFile(temporary, bytes);
+    return directory.Publish(temporary, IdOf(1), directory.epoch(), is_unreadable);
+  }
+  // As another store does.
+  void Replace(const Bytes& bytes) const {
+    WriteFile(path + ".new", bytes);
+    fs::rename(path + ".new", path);
+  }
+  FileInfo Info() const {
+    const Result<FileInfo> info = Env::Real().Stat(path);
+    EXPECT_OK(info);
+    return info.ok() ? info.value() : FileInfo{};
+  }
+  // Nothing but the block's file is left behind.
+  void ExpectTidy() const {
+    size_t files = 0;
+    for (const auto& entry : fs::recursive_directory_iterator(root.path())) {
+      if (!entry.is_regular_file()) continue;
+      const std::string name = entry.path().filename();
+      files += name != "lock" && name != "identity.json" && name != "cleared" ? 1 : 0;
+    }
+    EXPECT_EQ(files, access(path.c_str(), F_OK) == 0 ? 1u : 0u);
+  }
+
+  const TempDir root;
+  FaultEnv env;
+  EventRing events;
+  Directory directory{env, events, {root.path(), "id", "manifest"}};
+  const std::string path = directory.BlockPath(IdOf(1));
+};
+
+bool IsTrue(const Result<bool>& result) { return result.ok() && result.value(); }
+bool IsFalse(const Result<bool>& result) { return result.ok() && !result.value(); }
+
+// Once, and not again within what it does.
+FaultEnv::Hook Once(FaultEnv& env, std::function<void()> then) {
+  return [&env, then = std::move(then)](FaultEnv::Call&) {
+    env.NoHooks();
+    then();
+    return Status::Ok();
+  };
+}
+
+}  // namespace
+
+// Two stores dump a block at the same time: the first one's stays.
+TEST(Publish, WhatIsThereStays) {
+  Opened opened;
+  EXPECT_TRUE(IsTrue(opened.Publish({1, 1, 1})));
+  EXPECT_TRUE(IsFalse(opened.Publish({2, 2, 2})));
+  EXPECT_TRUE(ReadFile(opened.path) == (Bytes{1, 1, 1}));
+  opened.ExpectTidy();
+}
+
+TEST(Publish, WhatCouldNotBeReadIsReplaced) {
+  Opened opened;
+  EXPECT_TRUE(IsTrue(opened.Publish({1, 1, 1})));
+  EXPECT_TRUE(IsTrue(opened.Publish({2, 2, 2}, /*is_unreadable=*/true)));
+  EXPECT_TRUE(ReadFile(opened.path) == (Bytes{2, 2, 2}));
+  opened.ExpectTidy();
+}
+
+TEST(Publish, WhatIsNoBlockMakesWay) {
+  for (const char* kind : {"shorter", "longer", "link", "fifo", "directory"}) {
+    Opened opened;
+    EXPECT_OK(Env::Real().MakeDirectories(opened.path.substr(0, opened.path.rfind('/'))));
+    const std::string is = kind;
+    if (is == "shorter") WriteFile(opened.path, {1});
+    if (is == "longer") WriteFile(opened.path, {1, 1, 1, 1});
+    if (is == "link") fs::create_symlink("nowhere", opened.path);
+    if (is == "fifo") EXPECT_EQ(mkfifo(opened.path.c_str(), 0600), 0);
+    if (is == "directory") fs::create_directories(opened.path);
+    EXPECT_TRUE(IsTrue(opened.Publish({2, 2, 2})));
+    EXPECT_TRUE(ReadFile(opened.path) == (Bytes{2, 2, 2}));
+    opened.ExpectTidy();
+  }
+}
+
+// What couldn't be read is still there, and before it is looked at there is a clear, and
+// the block is stored anew.
+TEST(Publish, WhatComesAfterAClearIsNotTakenForWhatCouldNotBeRead) {
+  Opened opened;
+  EXPECT_TRUE(IsTrue(opened.Publish({1, 1, 1})));
+  opened.env.Before(Op::kStat, On("/blocks/", Once(opened.env, [&] {
+                                    EXPECT_OK(opened.directory.Clear());
+                                    EXPECT_TRUE(IsTrue(opened.Publish({3, 3, 3})));
+                                  })));
+  EXPECT_TRUE(IsFalse(opened.Publish({2, 2, 2}, /*is_unreadable=*/true)));
+  EXPECT_TRUE(ReadFile(opened.path) == (Bytes{3, 3, 3}));
+}
+
+// Between the look at a file and its removal another one takes its name.
+TEST(Publish, RemovingSparesWhatTakesTheName) {
+  Opened opened;
+  EXPECT_TRUE(IsTrue(opened.Publish({1, 1, 1})));
+  const FileInfo info = opened.Info();
+  opened.env.After(Op::kStat, On("/blocks/", Once(opened.env, [&] { opened.Replace({2, 2, 2}); })));
+  EXPECT_TRUE(IsFalse(opened.directory.RemoveSame(opened.path, info)));
+  EXPECT_TRUE(ReadFile(opened.path) == (Bytes{2, 2, 2}));
+  opened.ExpectTidy();
+  // And once more while that one is put back.
+  const FileInfo second = opened.Info();
+  opened.env.After(Op::kStat, On("/blocks/", Once(opened.env, [&] {
+                                   opened.Replace({3, 3, 3});
+                                   opened.env.After(Op::kStat, On("-taken", Once(opened.env, [&] {
+                                                                    opened.Replace({4, 4, 4});
+                                                                  })));
+                                 })));
+  EXPECT_TRUE(IsFalse(opened.directory.RemoveSame(opened.path, second)));
+  EXPECT_TRUE(ReadFile(opened.path) == (Bytes{4, 4, 4}));
+  opened.ExpectTidy();
+}
+
+// Neither a full disk nor a deleted directory of temporary files keeps a file there.
+TEST(Publish, RemovingNeedsNoRoom) {
+  Opened opened;
+  for (const bool is_full : {true, false}) {
+    EXPECT_TRUE(IsTrue(opened.Publish({1, 1, 1})));
+    if (is_full) {
+      opened.env.Before(Op::kRename, On("/tmp/", Failing(CS_NO_SPACE)));
+    } else {
+      fs::remove_all(opened.root.path() + "/id/tmp");
+    }
+    EXPECT_TRUE(IsTrue(opened.directory.RemoveSame(opened.path, opened.Info())));
+    opened.ExpectTidy();
+    opened.env.NoHooks();
+  }
+  EXPECT_TRUE(IsTrue(opened.Publish({1, 1, 1})));
+  const FileInfo info = opened.Info();
+  fs::remove(opened.path);
+  EXPECT_TRUE(IsFalse(opened.directory.RemoveSame(opened.path, info)));
+}
+
+}  // namespace cachestore::test
