@@ -83,9 +83,10 @@ size_t DescriptorCount() { return EntriesOf("/proc/self/fd"); }
 
 const char* OpName(Op op) {
   static constexpr const char* kNames[kOpCount] = {
-      "OpenRead", "OpenWrite",      "OpenLocked",  "Close",  "ReadFull",      "WriteFull",
-      "StatFd",   "Stat",           "Rename",      "Unlink", "MakeDirectory", "RemoveDirectory",
-      "List",     "FilesystemType", "SetModified", "Space",  "SyncDirectory", "UniqueName"};
+      "OpenRead",    "OpenWrite",     "OpenLocked",      "OpenDirectory", "Close",
+      "ReadFull",    "WriteFull",     "StatFd",          "Stat",          "Rename",
+      "Unlink",      "MakeDirectory", "RemoveDirectory", "List",          "FilesystemType",
+      "SetModified", "Space",         "SyncDirectory",   "UniqueName"};
   return kNames[static_cast<size_t>(op)];
 }
 
@@ -193,6 +194,11 @@ Result<Fd> FaultEnv::OpenLocked(const std::string& path, bool create) {
                         [&](Call&) { return Opened(path, real_.OpenLocked(path, create)); });
 }
 
+Result<Fd> FaultEnv::OpenDirectory(const std::string& path) {
+  return Do<Result<Fd>>({Op::kOpenDirectory, path},
+                        [&](Call&) { return Opened(path, real_.OpenDirectory(path)); });
+}
+
 // Fails as close() does: the descriptor is gone all the same.
 Status FaultEnv::Close(Fd fd) {
   const std::string path = PathOf(fd);
@@ -237,8 +243,9 @@ Status FaultEnv::Rename(const std::string& from, const std::string& to) {
   return Do<Status>({Op::kRename, to, 0, from}, [&](Call&) { return real_.Rename(from, to); });
 }
 
-Status FaultEnv::RenameNew(const std::string& from, const std::string& to) {
-  return Do<Status>({Op::kRename, to, 0, from}, [&](Call&) { return real_.RenameNew(from, to); });
+Status FaultEnv::RenameNew(const std::string& from, Fd directory, const std::string& name) {
+  return Do<Status>({Op::kRename, PathOf(directory) + "/" + name, 0, from},
+                    [&](Call&) { return real_.RenameNew(from, directory, name); });
 }
 
 Status FaultEnv::Unlink(const std::string& path) {

@@ -59,6 +59,7 @@ enum class Op : uint8_t {
   kOpenRead,
   kOpenWrite,
   kOpenLocked,
+  kOpenDirectory,
   kClose,
   kReadFull,
   kWriteFull,
@@ -75,7 +76,7 @@ enum class Op : uint8_t {
   kSyncDirectory,
   kUniqueName,  // the last one: no system call on files
 };
-inline constexpr size_t kOpCount = 18;
+inline constexpr size_t kOpCount = 19;
 const char* OpName(Op op);
 
 // Thread-safe. Must outlive every worker that uses it: call WaitIdle before
@@ -114,13 +115,14 @@ class FaultEnv : public Env {
   Result<Fd> OpenRead(const std::string& path, bool direct) override;
   Result<Fd> OpenWrite(const std::string& path, bool direct) override;
   Result<Fd> OpenLocked(const std::string& path, bool create) override;
+  Result<Fd> OpenDirectory(const std::string& path) override;
   Status Close(Fd fd) override;
   Result<uint64_t> ReadFull(Fd fd, std::span<iovec> parts, uint64_t offset) override;
   Status WriteFull(Fd fd, std::span<iovec> parts, uint64_t offset) override;
   Result<FileInfo> StatFd(Fd fd) override;
   Result<FileInfo> Stat(const std::string& path) override;
   Status Rename(const std::string& from, const std::string& to) override;
-  Status RenameNew(const std::string& from, const std::string& to) override;
+  Status RenameNew(const std::string& from, Fd directory, const std::string& name) override;
   Status Unlink(const std::string& path) override;
   Status MakeDirectory(const std::string& path) override;
   Status RemoveDirectory(const std::string& path) override;

@@ -19,6 +19,7 @@
 #include <memory>
 
 #include "base/fork.h"
+#include "base/rename_new.h"
 
 namespace cachestore {
 namespace {
@@ -77,6 +78,10 @@ class RealEnv final : public Env {
     CloseUnforked(fd);
     if (error == EAGAIN || error == EACCES) return Status(CS_REFUSED, "locked: " + path);
     return Status::FromErrno(error, "lock", path);
+  }
+
+  Result<Fd> OpenDirectory(const std::string& path) override {
+    return Open(path, O_RDONLY | O_DIRECTORY, "open");
   }
 
   // Linux releases the descriptor also when close() says EINTR: no retry.
@@ -140,13 +145,9 @@ class RealEnv final : public Env {
     return Status::FromErrno(errno, "rename to", to);
   }
 
-  Status RenameNew(const std::string& from, const std::string& to) override {
-    if (renameat2(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), RENAME_NOREPLACE) == 0) {
-      return Status::Ok();
-    }
-    if (errno != EINVAL && errno != ENOSYS) return Status::FromErrno(errno, "rename to", to);
-    if (Stat(to).ok()) return Status::FromErrno(EEXIST, "rename to", to);
-    return Rename(from, to);
+  Status RenameNew(const std::string& from, Fd directory, const std::string& name) override {
+    const int error = cachestore::RenameNew(from, directory, name);
+    return error == 0 ? Status::Ok() : Status::FromErrno(error, "rename to", name);
   }
 
   Status Unlink(const std::string& path) override {
@@ -171,7 +172,7 @@ class RealEnv final : public Env {
   }
 
   Result<std::vector<std::string>> List(const std::string& path) override {
-    Result<Fd> opened = Open(path, O_RDONLY | O_DIRECTORY, "list");
+    Result<Fd> opened = OpenDirectory(path);
     if (!opened.ok()) return opened.status();
     const std::unique_ptr<DIR, int (*)(DIR*)> directory(fdopendir(opened.value()), &closedir);
     if (directory == nullptr) {
@@ -192,7 +193,7 @@ class RealEnv final : public Env {
   }
 
   Status SyncDirectory(const std::string& path) override {
-    const Result<Fd> opened = Open(path, O_RDONLY | O_DIRECTORY, "open");
+    const Result<Fd> opened = OpenDirectory(path);
     if (!opened.ok()) return opened.status();
     const Fd fd = opened.value();
     const int error = RetryEintr([&] { return fsync(fd); }) == 0 ? 0 : errno;
@@ -313,7 +314,7 @@ Status Env::MakeDirectories(const std::string& path) {
   return MakeDirectory(path);
 }
 
-Status Env::RemoveTree(const std::string& path, const std::function<bool()>& stop) {
+Status Env::RemoveTree(const std::string& path, const std::function<bool()>& stop, int tries) {
   // Not what a link points to.
   if (const Status removed = Unlink(path); removed.ok()) return removed;
   Result<std::vector<std::string>> names = List(path);
@@ -326,6 +327,8 @@ Status Env::RemoveTree(const std::string& path, const std::function<bool()>& sto
     if (Status below = RemoveTree(child, stop); !below.ok()) return below;
   }
   const Status removed = RemoveDirectory(path);
+  // Whoever had it open may have given it a file meanwhile.
+  if (removed.error() == ENOTEMPTY && tries > 1) return RemoveTree(path, stop, tries - 1);
   return removed.code() == CS_NOT_FOUND ? Status::Ok() : removed;
 }
 

@@ -61,6 +61,8 @@ class Env {
   // without waiting; CS_REFUSED if somebody else holds it. The lock belongs to
   // the open file description and ends with it; a forked child has no part in it.
   virtual Result<Fd> OpenLocked(const std::string& path, bool create) = 0;
+  // For RenameNew.
+  virtual Result<Fd> OpenDirectory(const std::string& path) = 0;
   // The error matters only to who has written: some filesystems report a full
   // disk no sooner.
   virtual Status Close(Fd fd) = 0;
@@ -77,9 +79,9 @@ class Env {
   virtual Status SetModified(const std::string& path, uint64_t modified_ns) = 0;
   // What is called `to` is replaced.
   virtual Status Rename(const std::string& from, const std::string& to) = 0;
-  // EEXIST if anything is called `to`. Filesystems without such a rename, as NFS, are asked
-  // for `to` first, and something that takes the name in between is replaced.
-  virtual Status RenameNew(const std::string& from, const std::string& to) = 0;
+  // To `name` in a directory, wherever that one is by now: EEXIST if anything has the name
+  // there (base/rename_new.h).
+  virtual Status RenameNew(const std::string& from, Fd directory, const std::string& name) = 0;
   virtual Status Unlink(const std::string& path) = 0;
   // Success also if the directory is there already. Mode 0700.
   virtual Status MakeDirectory(const std::string& path) = 0;
@@ -109,8 +111,8 @@ class Env {
   // MakeDirectory for a path and all that lead to it.
   Status MakeDirectories(const std::string& path);
   // Removes a directory and all below it. Something that vanishes meanwhile is
-  // no error. `stop` is asked between entries.
-  Status RemoveTree(const std::string& path, const std::function<bool()>& stop);
+  // no error, and what comes is removed too: `tries`. `stop` is asked between entries.
+  Status RemoveTree(const std::string& path, const std::function<bool()>& stop, int tries = 8);
 };
 
 // Owns one descriptor.

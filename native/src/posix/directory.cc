@@ -99,7 +99,7 @@ Status Directory::OpenOnce(bool last) {
   }
   if (const Result<Mark> mark = ReadMark(); mark.ok()) {
     const std::lock_guard lock(root_->clear_mutex);
-    SetMark(mark.value());
+    latest_clear_.store(mark.value().clear);
   }
   Status written = MakeTemporaryDirectory();
   if (written.ok()) written = WriteManifest();

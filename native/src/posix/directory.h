@@ -13,7 +13,6 @@
 #define CACHESTORE_POSIX_DIRECTORY_H_
 
 #include <atomic>
-#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -86,7 +85,8 @@ class Directory {
   Status MakeTemporaryDirectory();
   // Moves a whole file to its final name, making the fan-out directory. False: it is
   // removed instead, as what was accepted in an earlier epoch was cleared, or as the block
-  // is there already (`is_unreadable`: what is there is replaced).
+  // is there already (`is_unreadable`: what is there is replaced). One that a clear
+  // overtakes is cleared with the directory that it was about to go to.
   Result<bool> Publish(const std::string& temporary, const BlockId& block, uint64_t epoch,
                        bool is_unreadable = false);
   // Changes with each clear that this store has made or noticed.
@@ -95,10 +95,6 @@ class Directory {
   // accepted from now on comes after that.
   // An error: it couldn't look.
   Status NoticeClear();
-  // Whether a block's file that is there belongs to a dump of before the latest clear,
-  // which is about to remove it: said for some seconds after the clear. By the time of
-  // the clear's mark, which no file of before is later than, and all of after are.
-  bool PrecedesClear(const FileInfo& file) const;
   // Of the latest clear that was made or noticed, in this or any process; 0:
   // none.
   uint64_t latest_clear() const { return latest_clear_.load(); }
@@ -110,13 +106,13 @@ class Directory {
   // (their lock is free). `stop` is asked between files. Only then is a clear
   // sure to outlast a power cut.
   void RemoveTrash(const std::function<bool()>& stop);
-  // Removes a file, unless another one has taken its name: true if it did.
+  // Removes a file, unless another one has taken its name: true if it did. (One that
+  // takes it at that moment is removed.)
   Result<bool> RemoveSame(const std::string& path, const FileInfo& info);
   // Removes this store's own temporary directory.
   void Close();
 
  private:
-  using Clock = std::chrono::steady_clock;
   // Of what another process or thread can undo between two steps of ours.
   static constexpr int kTries = 8;
 
@@ -130,9 +126,9 @@ class Directory {
   Status CheckDirect(uint64_t filesystem_type);
   Status WriteTemporary(const std::function<Status()>& write);
   Status WriteManifest();
+  Result<Fd> OpenFanOut(const std::string& path);
   Status MakeWay(const std::string& path, const FileInfo& info);
   bool OweClear();
-  void NextEpoch();
   Status MoveBlocksToTrash();
   Status MarkClear();
   struct Mark {
@@ -140,7 +136,6 @@ class Directory {
     uint64_t time_ns = 0;  // when it was made, as files have it
   };
   Result<Mark> ReadMark();
-  void SetMark(const Mark& mark);  // with Root::clear_mutex held
   Status ReplaceMark(const std::string& temporary);
   Status MakeTrash();
   bool HoldsLock(const std::string& path);  // with mutex_ held
@@ -157,14 +152,11 @@ class Directory {
   std::atomic<bool> has_manifest_{false};  // has written it once
   std::atomic<uint64_t> next_temporary_{0};
   std::atomic<uint64_t> epoch_{0};
-  std::atomic<Clock::time_point> cleared_at_{Clock::time_point::min()};  // epoch_'s last change
-  // Changed with Root::clear_mutex held, and epoch_ after them.
-  std::atomic<uint64_t> mark_time_ns_{0};
+  // Changed with Root::clear_mutex held, and epoch_ after it.
   std::atomic<uint64_t> latest_clear_{0};
   // Guarded by Root::clear_mutex, with which a probe brings the directory back. So one that
   // is in use owes nothing, and what was stored before a clear doesn't outlast it: it
-  // lies in `blocks` when that is moved, or its Publish, which looks once more after
-  // its rename, finds another epoch.
+  // lies in `blocks` when that is moved, or goes to where that is by then.
   uint64_t clears_owed_ = 0;  // in all
   uint64_t clears_made_ = 0;  // of those
 

@@ -5,12 +5,6 @@
 #include "posix/directory.h"
 
 namespace cachestore {
-namespace {
-
-// Longer than a dump takes from its rename to the look after it, even where it is held up.
-constexpr std::chrono::seconds kClearPause{5};
-
-}  // namespace
 
 // What tells one clear from the next: a new file each time, in the place of the
 // one before. Its number and time together don't come again.
@@ -24,11 +18,6 @@ Result<Directory::Mark> Directory::ReadMark() {
   return Mark{};
 }
 
-void Directory::SetMark(const Mark& mark) {
-  mark_time_ns_.store(mark.time_ns);
-  latest_clear_.store(mark.clear);
-}
-
 Status Directory::NoticeClear() {
   for (int tries = 0; tries < kTries; ++tries) {
     const uint64_t before = epoch();
@@ -40,37 +29,25 @@ Status Directory::NoticeClear() {
     const std::lock_guard lock(root_->clear_mutex);
     if (mark.value().clear == latest_clear_.load()) return Status::Ok();
     if (before != epoch()) continue;  // one of ours came between
-    SetMark(mark.value());
-    NextEpoch();
+    latest_clear_.store(mark.value().clear);
+    epoch_.fetch_add(1);
     break;
   }
   return Status::Ok();
 }
 
-void Directory::NextEpoch() {
-  epoch_.fetch_add(1);
-  cleared_at_.store(Clock::now());
-}
-
-bool Directory::PrecedesClear(const FileInfo& file) const {
-  const Clock::time_point at = cleared_at_.load();
-  if (at == Clock::time_point::min() || Clock::now() - at >= kClearPause) return false;
-  return file.modified_ns <= mark_time_ns_.load();
-}
-
 Status Directory::MarkClear() {
-  NextEpoch();
+  epoch_.fetch_add(1);
   const std::string temporary = NewTemporaryPath() + "-cleared";
   Status marked = WriteTemporary([&] { return ReplaceMark(temporary); });
   const Result<Mark> mark = ReadMark();
   const std::lock_guard lock(root_->clear_mutex);
-  if (mark.ok()) SetMark(mark.value());
-  NextEpoch();
+  if (mark.ok()) latest_clear_.store(mark.value().clear);
+  epoch_.fetch_add(1);
   return marked;
 }
 
-// Later than the mark before it, whatever the clock does: what was stored after that one,
-// in the same tick, is a nanosecond later than it.
+// Later than the mark before it, whatever the clock does.
 Status Directory::ReplaceMark(const std::string& temporary) {
   return env_.ReplaceFile(temporary, base_ + "/cleared", "", [&] {
     const Result<Mark> before = ReadMark();

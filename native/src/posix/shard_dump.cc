@@ -221,7 +221,8 @@ void ShardIo::EndBlock(Request& request, size_t shard, BlockWrite& block,
   const Status& status = published.status();
   directory.health().Note(Health::Call::kWrite, status);
   if (!status.ok()) {
-    events_.Add(CS_EVENT_WARNING, "publishing a block: " + status.text());
+    events_.Add(CS_EVENT_WARNING,
+                "publishing a block in " + directory.root() + ": " + status.text());
     RemoveTemporary(block);
     finish(status.code() == CS_NOT_FOUND ? CS_IO : status.code());
     return;

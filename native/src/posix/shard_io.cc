@@ -80,10 +80,7 @@ bool ShardIo::Exists(const BlockId& block, Request* request, size_t shard) const
     if (request != nullptr) request->NotePlace(shard, &places[i]);
     const Result<FileInfo> info = env_.Stat(places[i].BlockPath(block));
     places[i].health().Note(Health::Call::kRead, info.status());
-    if (info.ok() && info.value().is_regular && info.value().size == file_size_ &&
-        !places[i].PrecedesClear(info.value())) {
-      return true;
-    }
+    if (info.ok() && info.value().is_regular && info.value().size == file_size_) return true;
   }
   return false;
 }

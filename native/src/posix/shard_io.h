@@ -111,7 +111,8 @@ class ShardIo {
   // How an attempt to read ended, and what it found.
   struct Outcome {
     Status status;
-    FileInfo file = {};
+    FileInfo info = {};
+    FileCloser file = {};  // open: no other file gets its number
   };
 
   bool MustVerify();

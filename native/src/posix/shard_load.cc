@@ -85,22 +85,22 @@ Code ShardIo::ReadAndCheck(Transfer& transfer) {
   transfer.directory.health().Note(Health::Call::kRead,
                                    status.code() == CS_CORRUPT ? Status::Ok() : status);
   if (status.code() == CS_CORRUPT) {
-    if (!SetAside(transfer, path, outcome.file, status.text())) unreadable_.Add(transfer.block);
+    if (!SetAside(transfer, path, outcome.info, status.text())) unreadable_.Add(transfer.block);
   } else if (!status.ok() && status.code() != CS_NOT_FOUND) {
     events_.Add(CS_EVENT_WARNING, "load of " + path + ": " + status.text());
   }
   return status.code() == CS_INVALID ? CS_IO : status.code();
 }
 
-// CS_CORRUPT: what is there, `file`, isn't what was stored.
+// CS_CORRUPT: what is there isn't what was stored.
 ShardIo::Outcome ShardIo::TryRead(Transfer& transfer, const std::string& path) {
   const Result<Fd> opened = env_.OpenRead(path, transfer.direct);
   if (!opened.ok()) return {opened.status()};
-  const FileCloser file(env_, opened.value());
+  FileCloser file(env_, opened.value());
   const Result<FileInfo> info = env_.StatFd(file.get());
   if (!info.ok()) return {info.status()};
-  if (transfer.directory.PrecedesClear(info.value())) return {{CS_NOT_FOUND, "cleared"}};
-  return {ReadChecked(transfer, file.get(), info.value()), info.value()};
+  Status read = ReadChecked(transfer, file.get(), info.value());
+  return {std::move(read), info.value(), std::move(file)};
 }
 
 Status ShardIo::ReadChecked(Transfer& transfer, Fd file, const FileInfo& info) {

@@ -12,6 +12,7 @@
 #include <set>
 #include <thread>
 
+#include "base/rename_new.h"
 #include "fault_env.h"
 #include "fixture.h"
 #include "harness.h"
@@ -216,25 +217,54 @@ TEST(Env, RenameReplaces) {
   EXPECT_OK(env().Unlink(to));
 }
 
+// In each of its ways.
 TEST(Env, RenameNewReplacesNothing) {
+  for (const auto rename : {&RenameNew, &RenameNewAtOnce, &RenameNewByLink, &RenameNewByLook}) {
+    const TempDir dir;
+    const std::string from = dir.path() + "/from";
+    const std::string below = dir.path() + "/below";
+    const std::string to = below + "/to";
+    ASSERT_OK(env().MakeDirectory(below));
+    WriteFile(from, {1});
+    const Result<Fd> opened = env().OpenDirectory(below);
+    ASSERT_OK(opened);
+    const FileCloser directory(env(), opened.value());
+    WriteFile(to, {2});
+    EXPECT_EQ(rename(from, directory.get(), "to"), EEXIST);
+    EXPECT_TRUE(ReadFile(to) == std::vector<uint8_t>{2});
+    EXPECT_OK(env().Unlink(to));
+    EXPECT_EQ(symlink("nowhere", to.c_str()), 0);
+    EXPECT_EQ(rename(from, directory.get(), "to"), EEXIST);
+    EXPECT_OK(env().Unlink(to));
+    EXPECT_OK(env().MakeDirectory(to));
+    EXPECT_EQ(rename(from, directory.get(), "to"), EEXIST);
+    EXPECT_OK(env().RemoveDirectory(to));
+    // Wherever the directory is by now.
+    EXPECT_OK(env().Rename(below, dir.path() + "/elsewhere"));
+    EXPECT_EQ(rename(from, directory.get(), "to"), 0);
+    EXPECT_TRUE(ReadFile(dir.path() + "/elsewhere/to") == std::vector<uint8_t>{1});
+    EXPECT_EQ(rename(from, directory.get(), "another"), ENOENT);
+    WriteFile(from, {1});
+    EXPECT_OK(env().Unlink(dir.path() + "/elsewhere/to"));
+    EXPECT_OK(env().RemoveDirectory(dir.path() + "/elsewhere"));
+    EXPECT_EQ(rename(from, directory.get(), "to"), ENOENT);
+    EXPECT_TRUE(ReadFile(from) == std::vector<uint8_t>{1});
+  }
+}
+
+TEST(Env, RenameNewIsInTheEnvironment) {
   const TempDir dir;
-  const std::string from = dir.path() + "/from";
-  const std::string to = dir.path() + "/to";
-  WriteFile(from, {1});
-  WriteFile(to, {2});
-  EXPECT_EQ(env().RenameNew(from, to).error(), EEXIST);
-  EXPECT_TRUE(ReadFile(to) == std::vector<uint8_t>{2});
-  EXPECT_OK(env().Unlink(to));
-  EXPECT_EQ(symlink("nowhere", to.c_str()), 0);
-  EXPECT_EQ(env().RenameNew(from, to).error(), EEXIST);
-  EXPECT_OK(env().Unlink(to));
-  EXPECT_OK(env().MakeDirectory(to));
-  EXPECT_EQ(env().RenameNew(from, to).error(), EEXIST);
-  EXPECT_OK(env().RemoveDirectory(to));
-  EXPECT_OK(env().RenameNew(from, to));
-  EXPECT_TRUE(ReadFile(to) == std::vector<uint8_t>{1});
-  EXPECT_EQ(env().RenameNew(from, to + "2").code(), CS_NOT_FOUND);
-  EXPECT_EQ(env().RenameNew(to, dir.path() + "/none/to").code(), CS_NOT_FOUND);
+  WriteFile(dir.path() + "/from", {1});
+  WriteFile(dir.path() + "/to", {2});
+  EXPECT_EQ(symlink(dir.path().c_str(), (dir.path() + "/link").c_str()), 0);
+  EXPECT_FALSE(env().OpenDirectory(dir.path() + "/link").ok());
+  EXPECT_FALSE(env().OpenDirectory(dir.path() + "/to").ok());
+  const Result<Fd> opened = env().OpenDirectory(dir.path());
+  ASSERT_OK(opened);
+  const FileCloser directory(env(), opened.value());
+  EXPECT_EQ(env().RenameNew(dir.path() + "/from", directory.get(), "to").error(), EEXIST);
+  EXPECT_OK(env().RenameNew(dir.path() + "/from", directory.get(), "new"));
+  EXPECT_TRUE(ReadFile(dir.path() + "/new") == std::vector<uint8_t>{1});
 }
 
 TEST(Env, UniqueNamesAreUnique) {

@@ -67,13 +67,14 @@ class SimulatedRoot : public Env {
   Result<Fd> OpenRead(const std::string&, bool) override { return None(); }
   Result<Fd> OpenWrite(const std::string&, bool) override { return None(); }
   Result<Fd> OpenLocked(const std::string&, bool) override { return None(); }
+  Result<Fd> OpenDirectory(const std::string&) override { return None(); }
   Status Close(Fd) override { return None(); }
   Result<uint64_t> ReadFull(Fd, std::span<iovec>, uint64_t) override { return None(); }
   Status WriteFull(Fd, std::span<iovec>, uint64_t) override { return None(); }
   Result<FileInfo> StatFd(Fd) override { return None(); }
   Status SetModified(const std::string&, uint64_t) override { return None(); }
   Status Rename(const std::string&, const std::string&) override { return None(); }
-  Status RenameNew(const std::string&, const std::string&) override { return None(); }
+  Status RenameNew(const std::string&, Fd, const std::string&) override { return None(); }
   Status Unlink(const std::string&) override { return None(); }
   Status MakeDirectory(const std::string&) override { return None(); }
   Status RemoveDirectory(const std::string&) override { return None(); }

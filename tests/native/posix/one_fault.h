@@ -26,6 +26,8 @@ inline std::vector<int> ErrorsOf(Op op) {
               EACCES, EMFILE, ENFILE, EISDIR, ESTALE, ELOOP};
     case Op::kOpenLocked:
       return {EIO, ENOSPC, ENOENT, ENOMEM, EINVAL, ENOLCK, EROFS, EACCES, EMFILE, ESTALE};
+    case Op::kOpenDirectory:
+      return {EIO, ENOENT, ENOMEM, ENOTDIR, EACCES, EMFILE, ENFILE, ESTALE, ELOOP};
     case Op::kClose:
       return {EIO, ENOSPC, EDQUOT, ESTALE};
     case Op::kReadFull:

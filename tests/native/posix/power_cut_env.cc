@@ -245,6 +245,13 @@ Result<Fd> PowerCutEnv::OpenLocked(const std::string& path, bool create) {
   return NoteOpened(path, [&] { return FaultEnv::OpenLocked(path, create); });
 }
 
+Result<Fd> PowerCutEnv::OpenDirectory(const std::string& path) {
+  const std::lock_guard lock(mutex_);
+  Result<Fd> opened = FaultEnv::OpenDirectory(path);
+  if (opened.ok()) open_[opened.value()] = Find(path);
+  return opened;
+}
+
 Status PowerCutEnv::Close(Fd fd) {
   const std::lock_guard lock(mutex_);
   open_.erase(fd);
@@ -279,20 +286,21 @@ Status PowerCutEnv::SetModified(const std::string& path, uint64_t modified_ns) {
 
 Status PowerCutEnv::Rename(const std::string& from, const std::string& to) {
   const std::lock_guard lock(mutex_);
-  return NoteRename(from, to, FaultEnv::Rename(from, to));
+  return NoteRename(from, PlaceOf(to), FaultEnv::Rename(from, to));
 }
 
-Status PowerCutEnv::RenameNew(const std::string& from, const std::string& to) {
+Status PowerCutEnv::RenameNew(const std::string& from, Fd directory, const std::string& name) {
   const std::lock_guard lock(mutex_);
-  return NoteRename(from, to, FaultEnv::RenameNew(from, to));
+  return NoteRename(from, Place{open_.at(directory), name},
+                    FaultEnv::RenameNew(from, directory, name));
 }
 
-Status PowerCutEnv::NoteRename(const std::string& from, const std::string& to, Status moved) {
+Status PowerCutEnv::NoteRename(const std::string& from, const std::optional<Place>& to,
+                               Status moved) {
   const Node node = Find(from);
-  const std::optional<Place> place = PlaceOf(to);
-  if (moved.ok() && node != kNone && place.has_value()) {
-    Change change{"rename " + from + " to " + to, {}};
-    Put(change, *place, node);
+  if (moved.ok() && node != kNone && to.has_value()) {
+    Change change{"rename " + from + " to " + to->name, {}};
+    Put(change, *to, node);
     Put(change, *PlaceOf(from), kNone);
     changes_.push_back(std::move(change));
   }

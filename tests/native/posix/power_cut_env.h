@@ -46,11 +46,12 @@ class PowerCutEnv final : public FaultEnv {
 
   Result<Fd> OpenWrite(const std::string& path, bool direct) override;
   Result<Fd> OpenLocked(const std::string& path, bool create) override;
+  Result<Fd> OpenDirectory(const std::string& path) override;
   Status Close(Fd fd) override;
   Status WriteFull(Fd fd, std::span<iovec> parts, uint64_t offset) override;
   Status SetModified(const std::string& path, uint64_t modified_ns) override;
   Status Rename(const std::string& from, const std::string& to) override;
-  Status RenameNew(const std::string& from, const std::string& to) override;
+  Status RenameNew(const std::string& from, Fd directory, const std::string& name) override;
   Status Unlink(const std::string& path) override;
   Status MakeDirectory(const std::string& path) override;
   Status RemoveDirectory(const std::string& path) override;
@@ -91,7 +92,7 @@ class PowerCutEnv final : public FaultEnv {
   std::optional<Place> PlaceOf(const std::string& path) const;
   Node MakeIfMissing(const std::string& path, bool is_directory);
   void Put(Change& change, const Place& place, Node node);
-  Status NoteRename(const std::string& from, const std::string& to, Status moved);
+  Status NoteRename(const std::string& from, const std::optional<Place>& to, Status moved);
   template <typename Open>
   Result<Fd> NoteOpened(const std::string& path, Open open);
 

@@ -111,45 +111,65 @@ TEST(Publish, WhatComesAfterAClearIsNotTakenForWhatCouldNotBeRead) {
   EXPECT_TRUE(ReadFile(opened.path) == (Bytes{3, 3, 3}));
 }
 
-// Between the look at a file and its removal another one takes its name.
-TEST(Publish, RemovingSparesWhatTakesTheName) {
+// A clear between the look for one and the rename: the file goes where the others are.
+TEST(Publish, WhatAClearOvertakesIsCleared) {
   Opened opened;
+  opened.env.Before(Op::kRename,
+                    On("/blocks/", Once(opened.env, [&] { EXPECT_OK(opened.directory.Clear()); })));
   EXPECT_TRUE(IsTrue(opened.Publish({1, 1, 1})));
-  const FileInfo info = opened.Info();
-  opened.env.After(Op::kStat, On("/blocks/", Once(opened.env, [&] { opened.Replace({2, 2, 2}); })));
-  EXPECT_TRUE(IsFalse(opened.directory.RemoveSame(opened.path, info)));
-  EXPECT_TRUE(ReadFile(opened.path) == (Bytes{2, 2, 2}));
+  EXPECT_FALSE(Env::Real().Stat(opened.path).ok());
+  EXPECT_TRUE(IsTrue(opened.Publish({2, 2, 2})));
+  opened.directory.RemoveTrash([] { return false; });
   opened.ExpectTidy();
-  // And once more while that one is put back.
-  const FileInfo second = opened.Info();
-  opened.env.After(Op::kStat, On("/blocks/", Once(opened.env, [&] {
-                                   opened.Replace({3, 3, 3});
-                                   opened.env.After(Op::kStat, On("-taken", Once(opened.env, [&] {
-                                                                    opened.Replace({4, 4, 4});
-                                                                  })));
-                                 })));
-  EXPECT_TRUE(IsFalse(opened.directory.RemoveSame(opened.path, second)));
-  EXPECT_TRUE(ReadFile(opened.path) == (Bytes{4, 4, 4}));
+  EXPECT_TRUE(ReadFile(opened.path) == (Bytes{2, 2, 2}));
+}
+
+// Just before the directory is opened: that one comes after the clear.
+TEST(Publish, WhatIsClearedBeforeItHasADirectoryIsNotThere) {
+  Opened opened;
+  opened.env.Before(Op::kOpenDirectory,
+                    On("/blocks/", Once(opened.env, [&] { EXPECT_OK(opened.directory.Clear()); })));
+  EXPECT_TRUE(IsFalse(opened.Publish({1, 1, 1})));
+  EXPECT_FALSE(Env::Real().Stat(opened.path).ok());
   opened.ExpectTidy();
 }
 
-// Neither a full disk nor a deleted directory of temporary files keeps a file there.
-TEST(Publish, RemovingNeedsNoRoom) {
+// The same where it is gone from there, too.
+TEST(Publish, WhatAClearOvertakesIsClearedThoughItsDirectoryIsGone) {
   Opened opened;
-  for (const bool is_full : {true, false}) {
-    EXPECT_TRUE(IsTrue(opened.Publish({1, 1, 1})));
-    if (is_full) {
-      opened.env.Before(Op::kRename, On("/tmp/", Failing(CS_NO_SPACE)));
-    } else {
-      fs::remove_all(opened.root.path() + "/id/tmp");
-    }
-    EXPECT_TRUE(IsTrue(opened.directory.RemoveSame(opened.path, opened.Info())));
-    opened.ExpectTidy();
-    opened.env.NoHooks();
-  }
+  opened.env.Before(Op::kRename, On("/blocks/", Once(opened.env, [&] {
+                                      EXPECT_OK(opened.directory.Clear());
+                                      opened.directory.RemoveTrash([] { return false; });
+                                    })));
+  EXPECT_TRUE(IsFalse(opened.Publish({1, 1, 1})));
+  opened.ExpectTidy();
+}
+
+// A file that comes to a directory that is being removed.
+TEST(Publish, WhatComesLateIsRemovedWithTheRest) {
+  Opened opened;
+  EXPECT_TRUE(IsTrue(opened.Publish({1, 1, 1})));
+  std::string late;
+  opened.env.Before(Op::kRemoveDirectory, [&](FaultEnv::Call& call) {
+    if (late.empty()) WriteFile(late = call.path + "/late", {1});
+    return Status::Ok();
+  });
+  EXPECT_OK(opened.directory.Clear());
+  opened.directory.RemoveTrash([] { return false; });
+  EXPECT_FALSE(late.empty());
+  EXPECT_FALSE(opened.events.Take().has_value());
+  opened.ExpectTidy();
+}
+
+// What is damaged is removed as long as it is that.
+TEST(Publish, RemovingSparesAnotherFile) {
+  Opened opened;
   EXPECT_TRUE(IsTrue(opened.Publish({1, 1, 1})));
   const FileInfo info = opened.Info();
-  fs::remove(opened.path);
+  opened.Replace({2, 2, 2});
+  EXPECT_TRUE(IsFalse(opened.directory.RemoveSame(opened.path, info)));
+  EXPECT_TRUE(ReadFile(opened.path) == (Bytes{2, 2, 2}));
+  EXPECT_TRUE(IsTrue(opened.directory.RemoveSame(opened.path, opened.Info())));
   EXPECT_TRUE(IsFalse(opened.directory.RemoveSame(opened.path, info)));
 }
 
