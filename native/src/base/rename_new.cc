@@ -13,8 +13,9 @@ int RenameNew(const std::string& from, int directory, const std::string& name) {
   int error = RenameNewAtOnce(from, directory, name);
   if (error != EINVAL && error != ENOSYS && error != EOPNOTSUPP) return error;
   error = RenameNewByLink(from, directory, name);
-  // EPERM: no hard links there.
-  if (error != EPERM && error != ENOSYS && error != EOPNOTSUPP && error != EMLINK) return error;
+  if (error == 0 || error == EEXIST || error == ENOENT) return error;
+  // No links there, or not from one directory to another. If it is something else, the
+  // rename has it too.
   return RenameNewByLook(from, directory, name);
 }
 
