@@ -300,7 +300,7 @@ void Collector::Look() {
     whole_ = wants_oldest || !known_;
     showing_.Clear();
     walk_.Start(whole_, whole_ ? &showing_ : nullptr);
-    added_in_pass_ = 0;
+    added_in_pass_ = space_.publishing();
     changed_ = false;
   }
   if (walk_.Step(kEntriesPerStep)) EndPass();
@@ -316,6 +316,8 @@ void Collector::EndPass() {
     next_look_ = steady_clock::now() + kRetry;
     return;
   }
+  // Else what this store has added since the last step would be counted again.
+  if (!first_count_) CountChangesOf(writers_[directory_.instance()], space_.changes());
   // What couldn't be looked at counts as it last did, and can't be evicted.
   // What was added meanwhile may have been seen, or not.
   used_ = std::clamp(used_, walk_.bytes(), walk_.bytes() + added_in_pass_);

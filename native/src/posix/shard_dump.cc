@@ -216,8 +216,9 @@ void ShardIo::EndBlock(Request& request, size_t shard, BlockWrite& block,
     RemoveTemporary(block);
     return;
   }
-  const Result<bool> published =
-      directory.Publish(block.temporary, id, block.epoch, unreadable_.Contains(id));
+  const Result<bool> published = block.room.Publish([&] {
+    return directory.Publish(block.temporary, id, block.epoch, unreadable_.Contains(id));
+  });
   const Status& status = published.status();
   directory.health().Note(Health::Call::kWrite, status);
   if (!status.ok()) {
@@ -228,7 +229,6 @@ void ShardIo::EndBlock(Request& request, size_t shard, BlockWrite& block,
     return;
   }
   unreadable_.Remove(id);
-  if (published.value()) block.room.Publish();
   if (finish(CS_OK) > 0 || !published.value()) return;
   // The waiter was told that the dump failed while the rename hung: lookups must
   // say the same.

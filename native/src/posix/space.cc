@@ -39,11 +39,23 @@ void Space::Release(uint64_t bytes) {
   reserved_ = Minus(reserved_, bytes);
 }
 
-void Space::Publish(uint64_t bytes) {
-  NoteRoom();
+void Space::BeginPublish(uint64_t bytes) {
   const std::lock_guard lock(mutex_);
   reserved_ = Minus(reserved_, bytes);
+  publishing_ += bytes;
   changes_.added += bytes;
+}
+
+void Space::EndPublish(uint64_t bytes, bool is_there) {
+  if (is_there) NoteRoom();
+  const std::lock_guard lock(mutex_);
+  publishing_ -= bytes;
+  if (!is_there) changes_.removed += bytes;
+}
+
+uint64_t Space::publishing() const {
+  const std::lock_guard lock(mutex_);
+  return publishing_;
 }
 
 void Space::Remove(uint64_t bytes) {

@@ -59,10 +59,15 @@ class Space {
   const SpaceLimits& limits() const { return limits_; }
 
   // Before a block is written: CS_NO_SPACE, with the limit, if it doesn't fit.
-  // Then exactly one of Publish and Release.
+  // Then exactly one of Release and BeginPublish.
   Status Reserve(uint64_t bytes);
   void Release(uint64_t bytes);
-  void Publish(uint64_t bytes);
+  // It counts before it gets its name: what whoever collects sees in the directory has
+  // been counted. Then exactly one EndPublish.
+  void BeginPublish(uint64_t bytes);
+  void EndPublish(uint64_t bytes, bool is_there);
+  // What has been counted and may have no name yet.
+  uint64_t publishing() const;
   // This store has removed a block other than by eviction.
   void Remove(uint64_t bytes);
   // The filesystem had no room, which whoever collects is told, or has some again.
@@ -96,6 +101,7 @@ class Space {
   mutable std::mutex mutex_;  // guards all below
   SpaceChanges changes_;
   uint64_t reserved_ = 0;  // being written
+  uint64_t publishing_ = 0;
   uint64_t wanted_ = 0;
   uint64_t known_used_ = 0;
   uint64_t granted_ = 0;  // to others
@@ -105,7 +111,7 @@ class Space {
   SpaceChanges free_when_;
 };
 
-// Room that was reserved for one block, given back unless the block is published.
+// Room that was reserved for one block, given back unless the block is there then.
 class Reservation {
  public:
   Reservation() = default;
@@ -121,8 +127,20 @@ class Reservation {
     bytes_ = bytes;
     return reserved;
   }
-  void Publish() {
-    if (space_ != nullptr) std::exchange(space_, nullptr)->Publish(bytes_);
+  // `publish` says whether the block is there now.
+  template <typename Rename>
+  Result<bool> Publish(Rename publish) {
+    if (space_ == nullptr) return publish();
+    struct Publishing {
+      Space& space;
+      uint64_t bytes;
+      bool is_there = false;
+      ~Publishing() { space.EndPublish(bytes, is_there); }
+    } publishing{*std::exchange(space_, nullptr), bytes_};
+    publishing.space.BeginPublish(bytes_);
+    Result<bool> published = publish();
+    publishing.is_there = published.ok() && published.value();
+    return published;
   }
 
  private:

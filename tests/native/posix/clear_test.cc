@@ -124,7 +124,9 @@ TEST(Clear, ALateRenameIsOfNoBlockThatIsThere) {
   TwoStores two;
   Gate gate;
   two.env.Before(Op::kRename, On("/blocks/", [&](FaultEnv::Call&) { return two.other->Clear(); }));
+  // It is there, or gone with its directory.
   two.env.After(Op::kRename, On("/blocks/", Holding(gate)));
+  two.env.Before(Op::kUnlink, On("/tmp/", Holding(gate)));
   const Result<cs_task> dump = two.store->Dump(two.pages.batch());
   ASSERT_OK(dump);
   ASSERT_TRUE(gate.WaitArrived(1));
