@@ -106,6 +106,28 @@ TEST(Capacity, UsageIsRightAfterEverything) {
   }
 }
 
+// One that a pass sees before its dump has ended isn't counted again when it ends.
+TEST(Capacity, ABlockCountsOnce) {
+  TempDir root;
+  const StoreSetup setup = SetupOf(root.path(), 1000);
+  FaultEnv env;
+  auto store = OpenOrFail(setup, env);
+  ASSERT_TRUE(store != nullptr);
+  EXPECT_EQ(Dump(*store, setup, 0, 5), 5u);
+  EXPECT_TRUE(UsedBecomes(*store, 5));
+  Gate gate;
+  env.After(Op::kRename, On("/blocks/", Holding(gate)));
+  Pages page(setup, 5, 1);
+  page.Fill();
+  const Result<cs_task> dump = store->Dump(page.batch());
+  EXPECT_OK(dump);
+  EXPECT_TRUE(gate.WaitArrived(1));
+  EXPECT_TRUE(UsedBecomes(*store, 6));
+  gate.Open();
+  EXPECT_TRUE(WaitFor(*store, dump.value(), 1) == Repeated(1, CS_OK));
+  EXPECT_EQ(StatsOf(*store).posix_used_bytes, 6 * kFile);
+}
+
 TEST(Capacity, EveryIdentityOfARootCounts) {
   TempDir root;
   const StoreSetup setup = SetupOf(root.path(), 1000);
