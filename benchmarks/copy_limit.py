@@ -28,6 +28,7 @@ _PARTS = (
     "base/checksum*",
     "base/env",
     "base/fork",
+    "base/rename_new",
     "base/shared_memory",
     "base/status",
     "host_copy/affinity",
