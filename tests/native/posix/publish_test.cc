@@ -28,6 +28,18 @@ struct Opened {
     WriteFile(path + ".new", bytes);
     fs::rename(path + ".new", path);
   }
+  // What comes before the next call of that kind on a block or its directory.
+  void AtNext(Op op, std::function<void()> then) {
+    env.Before(op, On("/blocks/", [this, then = std::move(then)](FaultEnv::Call&) {
+                 env.NoHooks();
+                 then();
+                 return Status::Ok();
+               }));
+  }
+  void Clear() { EXPECT_OK(directory.Clear()); }
+  void RemoveTrash() {
+    directory.RemoveTrash([] { return false; });
+  }
   FileInfo Info() const {
     const Result<FileInfo> info = Env::Real().Stat(path);
     EXPECT_OK(info);
@@ -53,15 +65,6 @@ struct Opened {
 
 bool IsTrue(const Result<bool>& result) { return result.ok() && result.value(); }
 bool IsFalse(const Result<bool>& result) { return result.ok() && !result.value(); }
-
-// Once, and not again within what it does.
-FaultEnv::Hook Once(FaultEnv& env, std::function<void()> then) {
-  return [&env, then = std::move(then)](FaultEnv::Call&) {
-    env.NoHooks();
-    then();
-    return Status::Ok();
-  };
-}
 
 }  // namespace
 
@@ -103,10 +106,10 @@ TEST(Publish, WhatIsNoBlockMakesWay) {
 TEST(Publish, WhatComesAfterAClearIsNotTakenForWhatCouldNotBeRead) {
   Opened opened;
   EXPECT_TRUE(IsTrue(opened.Publish({1, 1, 1})));
-  opened.env.Before(Op::kStat, On("/blocks/", Once(opened.env, [&] {
-                                    EXPECT_OK(opened.directory.Clear());
-                                    EXPECT_TRUE(IsTrue(opened.Publish({3, 3, 3})));
-                                  })));
+  opened.AtNext(Op::kStat, [&] {
+    opened.Clear();
+    EXPECT_TRUE(IsTrue(opened.Publish({3, 3, 3})));
+  });
   EXPECT_TRUE(IsFalse(opened.Publish({2, 2, 2}, /*is_unreadable=*/true)));
   EXPECT_TRUE(ReadFile(opened.path) == (Bytes{3, 3, 3}));
 }
@@ -114,34 +117,32 @@ TEST(Publish, WhatComesAfterAClearIsNotTakenForWhatCouldNotBeRead) {
 // A clear between the look for one and the rename: the file goes where the others are.
 TEST(Publish, WhatAClearOvertakesIsCleared) {
   Opened opened;
-  opened.env.Before(Op::kRename,
-                    On("/blocks/", Once(opened.env, [&] { EXPECT_OK(opened.directory.Clear()); })));
+  opened.AtNext(Op::kRename, [&] { opened.Clear(); });
   EXPECT_TRUE(IsTrue(opened.Publish({1, 1, 1})));
   EXPECT_FALSE(Env::Real().Stat(opened.path).ok());
   EXPECT_TRUE(IsTrue(opened.Publish({2, 2, 2})));
-  opened.directory.RemoveTrash([] { return false; });
+  opened.RemoveTrash();
   opened.ExpectTidy();
   EXPECT_TRUE(ReadFile(opened.path) == (Bytes{2, 2, 2}));
+}
+
+// The same where they are gone from there, too.
+TEST(Publish, WhatAClearOvertakesIsClearedThoughItsDirectoryIsGone) {
+  Opened opened;
+  opened.AtNext(Op::kRename, [&] {
+    opened.Clear();
+    opened.RemoveTrash();
+  });
+  EXPECT_TRUE(IsFalse(opened.Publish({1, 1, 1})));
+  opened.ExpectTidy();
 }
 
 // Just before the directory is opened: that one comes after the clear.
 TEST(Publish, WhatIsClearedBeforeItHasADirectoryIsNotThere) {
   Opened opened;
-  opened.env.Before(Op::kOpenDirectory,
-                    On("/blocks/", Once(opened.env, [&] { EXPECT_OK(opened.directory.Clear()); })));
+  opened.AtNext(Op::kOpenDirectory, [&] { opened.Clear(); });
   EXPECT_TRUE(IsFalse(opened.Publish({1, 1, 1})));
   EXPECT_FALSE(Env::Real().Stat(opened.path).ok());
-  opened.ExpectTidy();
-}
-
-// The same where it is gone from there, too.
-TEST(Publish, WhatAClearOvertakesIsClearedThoughItsDirectoryIsGone) {
-  Opened opened;
-  opened.env.Before(Op::kRename, On("/blocks/", Once(opened.env, [&] {
-                                      EXPECT_OK(opened.directory.Clear());
-                                      opened.directory.RemoveTrash([] { return false; });
-                                    })));
-  EXPECT_TRUE(IsFalse(opened.Publish({1, 1, 1})));
   opened.ExpectTidy();
 }
 
@@ -154,8 +155,8 @@ TEST(Publish, WhatComesLateIsRemovedWithTheRest) {
     if (late.empty()) WriteFile(late = call.path + "/late", {1});
     return Status::Ok();
   });
-  EXPECT_OK(opened.directory.Clear());
-  opened.directory.RemoveTrash([] { return false; });
+  opened.Clear();
+  opened.RemoveTrash();
   EXPECT_FALSE(late.empty());
   EXPECT_FALSE(opened.events.Take().has_value());
   opened.ExpectTidy();
